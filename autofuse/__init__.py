@@ -1,0 +1,1 @@
+"""autofuse: one line makes a PyTorch training loop faster, and says what it did."""

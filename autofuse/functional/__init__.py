@@ -1,0 +1,1 @@
+"""The fused operations, one file each, each with its providers and its reference."""

@@ -1,0 +1,342 @@
+"""The one idea of autofuse: a `Patch`, a change that can be applied, proved and taken back.
+
+A *patcher* is a module with a function ``find(context) -> Patch | Rejected``, registered in the
+entry-point group ``autofuse.patchers``; the entry point's name is the name of its patch. A patcher
+looks and never touches: everything that changes goes through the `Transaction` that
+`Patch.apply` hands to ``change``, so that `Patch.undo` restores every class, attribute and item.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from autofuse.hardware import Hardware
+
+__all__ = [
+    "Context",
+    "Patch",
+    "Rejected",
+    "Settings",
+    "Site",
+    "Transaction",
+    "class_name",
+    "fused_class",
+]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A place, or a whole kind of change, that is left alone, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that was looked at: accepted if it has an ``operation``, else left alone.
+
+    >>> Site("h.0.ln_1", "torch.nn.LayerNorm", operation="layer_norm", provider="torch").accepted
+    True
+    >>> Site("h.0.norm", "net.Norm", reason="its output depends on a global").accepted
+    False
+    """
+
+    path: str
+    cls: str
+    operation: str | None = None
+    provider: str | None = None
+    reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return self.operation is not None
+
+    def rejected(self, reason: str) -> Site:
+        """The same place, left alone for ``reason``."""
+        return replace(self, operation=None, provider=None, reason=reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Transaction:
+    """Changes that can be taken back, the last one first.
+
+    >>> class Box: value = 1
+    >>> box, transaction = Box(), Transaction()
+    >>> transaction.set_attribute(box, "value", 2)
+    >>> transaction.rollback()
+    >>> box.value, vars(box)
+    (1, {})
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def on_undo(self, function: Callable[[], object]) -> None:
+        """Call ``function`` when the transaction is rolled back."""
+        self._undo.append(function)
+
+    def set_attribute(self, obj: Any, name: str, value: Any) -> None:
+        own = getattr(obj, "__dict__", {})
+        before = own[name] if name in own else _MISSING
+        inherited = getattr(obj, name, _MISSING) if before is _MISSING else _MISSING
+        setattr(obj, name, value)
+        if before is not _MISSING:
+            self.on_undo(lambda: setattr(obj, name, before))
+        elif name in getattr(obj, "__dict__", {}) or inherited is _MISSING:
+            self.on_undo(lambda: delattr(obj, name) if name in vars(obj) else None)
+        else:  # a property: its setter is the way back
+            self.on_undo(lambda: setattr(obj, name, inherited))
+
+    def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        before = mapping.get(key, _MISSING)
+        mapping[key] = value
+        if before is _MISSING:
+            self.on_undo(lambda: mapping.pop(key, None))
+        else:
+            self.on_undo(lambda: mapping.__setitem__(key, before))
+
+    def set_class(self, obj: Any, cls: type) -> None:
+        before = type(obj)
+        obj.__class__ = cls
+
+        def restore() -> None:
+            if type(obj) is cls:  # else it gave the change up itself, or somebody swapped on top
+                obj.__class__ = before
+
+        self.on_undo(restore)
+
+    def rollback(self) -> None:
+        """Take everything back. Goes on past a failing entry and raises the first error at the end."""
+        error: Exception | None = None
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except Exception as exception:
+                error = error or exception
+        if error is not None:
+            raise error
+
+
+class Patch:
+    """One kind of change, with its places.
+
+    Args:
+        sites: every place that was looked at, accepted or not.
+        change: ``change(transaction, sites)`` makes the change at the accepted sites given.
+        reason: why the patch is made, or why it has no accepted site.
+        exact: the patched step gives the unpatched step's numbers up to rounding at the same
+            precision. False for the changes of precision themselves.
+        pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
+            an unpatched step before the change is applied; it returns a `Rejected` when not.
+    """
+
+    def __init__(
+        self,
+        sites: Iterable[Site],
+        change: Callable[[Transaction, Sequence[Site]], None] | None = None,
+        *,
+        reason: str = "",
+        exact: bool = True,
+        pays: Callable[[float], Rejected | None] | None = None,
+    ) -> None:
+        self.name = ""  # the registry's name for it: the entry point's
+        self.sites = list(sites)
+        self.reason = reason
+        self.exact = exact
+        self.pays = pays
+        self._change = change
+        self._transaction: Transaction | None = None
+
+    def __repr__(self) -> str:
+        return f"Patch({self.name!r}, {len(self.accepted)} of {len(self.sites)} sites, applied={self.applied})"
+
+    @property
+    def accepted(self) -> list[Site]:
+        return [site for site in self.sites if site.accepted]
+
+    @property
+    def applied(self) -> bool:
+        return self._transaction is not None
+
+    def apply(self) -> None:
+        """Make the change; if it raises half-way, everything is as before and the error is raised."""
+        if self.applied or self._change is None or not self.accepted:
+            return
+        transaction = Transaction()
+        try:
+            self._change(transaction, self.accepted)
+        except BaseException:
+            transaction.rollback()
+            raise
+        self._transaction = transaction
+
+    def undo(self) -> None:
+        """Take the change back; nothing to do if it is not applied."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.rollback()
+
+    def reject(self, reason: str, paths: Iterable[str] | None = None) -> None:
+        """Leave all sites alone, or those at ``paths``, for ``reason``. Does not undo."""
+        chosen = None if paths is None else set(paths)
+        self.sites = [
+            site.rejected(reason) if site.accepted and (chosen is None or site.path in chosen) else site
+            for site in self.sites
+        ]
+        if not self.accepted:
+            self.reason = reason
+
+
+@dataclass
+class Settings:
+    """What the training step does around the model; the step-level patches change it."""
+
+    autocast_dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+
+@dataclass
+class Context:
+    """What a patcher may look at. It decides by ``hardware`` alone, so that plans for another
+    machine can be made here."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    hardware: Hardware
+    precision: str = "auto"
+    compile: bool | str = "auto"
+    steps: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    @functools.cached_property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """(qualified name, module) of every module, shared ones once."""
+        return list(self.model.named_modules())
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where the model's parameters lie (the first one's device; CPU without any)."""
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+
+def class_name(obj: object) -> str:
+    """``torch.nn.LayerNorm`` rather than ``torch.nn.modules.normalization.LayerNorm``.
+
+    >>> class_name(nn.LayerNorm(4))
+    'torch.nn.LayerNorm'
+    """
+    cls = obj if isinstance(obj, type) else type(obj)
+    if getattr(nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# --- the in-place class swap -------------------------------------------------------------------
+
+# Values are weak: a class that no module uses any more goes away together with its entry.
+_fused_classes: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
+
+
+class _Swapped:
+    """What every swapped class has: it pickles as the original, and copies as itself.
+
+    A file written with such a module loads where autofuse is not installed; an EMA copy made with
+    deepcopy stays fused. Setting an attribute that the recognition took for constant gives the
+    module its original class back, since the recognition no longer holds.
+    """
+
+    _autofuse_original: type
+    _autofuse_live: frozenset[str]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        fused, original = type(self), self._autofuse_original
+        return (function, tuple(original if a is fused else a for a in arguments), *rest)
+
+    def __copy__(self) -> Any:
+        new = copy.copy(_as(self, self._autofuse_original))
+        new.__class__ = type(self)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        custom = getattr(super(), "__deepcopy__", None)
+        if custom is not None:
+            new = custom(memo)
+        else:
+            function, arguments, state, *_ = self.__reduce_ex__(4)
+            new = function(*arguments)
+            memo[id(self)] = new
+            state = copy.deepcopy(state, memo)
+            new.__setstate__(state) if hasattr(new, "__setstate__") else vars(new).update(state)
+        if type(new) is self._autofuse_original:
+            new.__class__ = type(self)
+        return new
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name not in self._autofuse_live and not name.startswith("_") and name not in self._parameters:  # type: ignore[attr-defined]
+            self.__class__ = self._autofuse_original
+
+
+def _as(obj: Any, cls: type) -> Any:
+    """A shallow stand-in of another class that shares ``obj``'s attributes."""
+    new = cls.__new__(cls)
+    vars(new).update(vars(obj))
+    return new
+
+
+def fused_class(
+    original: type[nn.Module],
+    key: Any,
+    forward: Callable[..., Any],
+    *,
+    base: type[nn.Module] | None = None,
+    live: Iterable[str] = (),
+) -> type[nn.Module]:
+    """The subclass of ``original`` with another ``forward``, made once per (original, key).
+
+    ``module.__class__ = fused_class(...)`` changes a module in place: same object, same parameters,
+    same ``isinstance``. ``forward`` is called as a method, with the arguments that the original's
+    takes. ``key`` must say everything that ``forward`` depends on.
+
+    Args:
+        base: a public subclass of ``original`` to derive from instead (``FusedLayerNorm``).
+        live: attributes that ``forward`` reads at every call and that may therefore be set freely;
+            setting any other attribute gives the module its original class back.
+    """
+    cached = _fused_classes.get((original, key))
+    if cached is not None:
+        return cached
+    name = original.__name__ if original.__name__.startswith("Fused") else f"Fused{original.__name__}"
+    fused = type(
+        name,
+        (_Swapped, base or original),
+        {
+            "__module__": original.__module__,
+            "__qualname__": name,
+            "__doc__": original.__doc__,
+            "forward": functools.wraps(original.forward)(forward),
+            "_autofuse_original": original,
+            "_autofuse_live": frozenset({"training", "forward", *live}),
+        },
+    )
+    _fused_classes[original, key] = fused
+    return fused
