@@ -85,10 +85,19 @@ class Transaction:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+        self.open = True
 
     def on_undo(self, function: Callable[[], object]) -> None:
         """Call ``function`` when the transaction is rolled back."""
         self._undo.append(function)
+
+    def _on_undo_of(self, obj: Any, restore: Callable[[Any], object]) -> None:
+        """Call ``restore(obj)`` at rollback, without keeping a module alive until then."""
+        if isinstance(obj, nn.Module):
+            reference = weakref.ref(obj)
+            self.on_undo(lambda: None if (alive := reference()) is None else restore(alive))
+        else:
+            self.on_undo(lambda: restore(obj))
 
     def set_attribute(self, obj: Any, name: str, value: Any) -> None:
         own = getattr(obj, "__dict__", {})
@@ -96,11 +105,11 @@ class Transaction:
         inherited = getattr(obj, name, _MISSING) if before is _MISSING else _MISSING
         setattr(obj, name, value)
         if before is not _MISSING:
-            self.on_undo(lambda: setattr(obj, name, before))
+            self._on_undo_of(obj, lambda o: setattr(o, name, before))
         elif name in getattr(obj, "__dict__", {}) or inherited is _MISSING:
-            self.on_undo(lambda: delattr(obj, name) if name in vars(obj) else None)
+            self._on_undo_of(obj, lambda o: delattr(o, name) if name in vars(o) else None)
         else:  # a property: its setter is the way back
-            self.on_undo(lambda: setattr(obj, name, inherited))
+            self._on_undo_of(obj, lambda o: setattr(o, name, inherited))
 
     def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         before = mapping.get(key, _MISSING)
@@ -114,14 +123,15 @@ class Transaction:
         before = type(obj)
         obj.__class__ = cls
 
-        def restore() -> None:
-            if type(obj) is cls:  # else it gave the change up itself, or somebody swapped on top
-                obj.__class__ = before
+        def restore(o: Any) -> None:
+            if type(o) is cls:  # else it gave the change up itself, or somebody swapped on top
+                o.__class__ = before
 
-        self.on_undo(restore)
+        self._on_undo_of(obj, restore)
 
     def rollback(self) -> None:
         """Take everything back. Goes on past a failing entry and raises the first error at the end."""
+        self.open = False
         error: Exception | None = None
         while self._undo:
             try:
@@ -141,6 +151,9 @@ class Patch:
         reason: why the patch is made, or why it has no accepted site.
         exact: the patched step gives the unpatched step's numbers up to rounding at the same
             precision. False for the changes of precision themselves.
+        in_forward: the change shows in the loss and the gradients of a step, and is proved there.
+            False for what acts later (the optimizer) and is proved by its patcher.
+        timed: keep the change only if it makes the first batch's forward and backward faster.
         pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
             an unpatched step before the change is applied; it returns a `Rejected` when not.
     """
@@ -152,18 +165,24 @@ class Patch:
         *,
         reason: str = "",
         exact: bool = True,
+        in_forward: bool = True,
+        timed: bool = False,
         pays: Callable[[float], Rejected | None] | None = None,
     ) -> None:
         self.name = ""  # the registry's name for it: the entry point's
         self.sites = list(sites)
         self.reason = reason
         self.exact = exact
+        self.in_forward = in_forward
+        self.timed = timed
         self.pays = pays
         self._change = change
         self._transaction: Transaction | None = None
 
     def __repr__(self) -> str:
-        return f"Patch({self.name!r}, {len(self.accepted)} of {len(self.sites)} sites, applied={self.applied})"
+        return (
+            f"Patch({self.name!r}, {len(self.accepted)} of {len(self.sites)} sites, applied={self.applied})"
+        )
 
     @property
     def accepted(self) -> list[Site]:
@@ -171,12 +190,15 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        return self._transaction is not None
+        return self._transaction is not None and self._transaction.open
 
-    def apply(self) -> None:
-        """Make the change; if it raises half-way, everything is as before and the error is raised."""
+    def apply(self) -> Transaction | None:
+        """Make the change; if it raises half-way, everything is as before and the error is raised.
+
+        Returns the transaction that takes it back, or None where there is nothing to do.
+        """
         if self.applied or self._change is None or not self.accepted:
-            return
+            return None
         transaction = Transaction()
         try:
             self._change(transaction, self.accepted)
@@ -184,12 +206,12 @@ class Patch:
             transaction.rollback()
             raise
         self._transaction = transaction
+        return transaction
 
     def undo(self) -> None:
         """Take the change back; nothing to do if it is not applied."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None:
-            transaction.rollback()
+        if self._transaction is not None and self._transaction.open:
+            self._transaction.rollback()
 
     def reject(self, reason: str, paths: Iterable[str] | None = None) -> None:
         """Leave all sites alone, or those at ``paths``, for ``reason``. Does not undo."""
@@ -208,6 +230,11 @@ class Settings:
 
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def active_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler where one is needed: under autocast to float16 alone."""
+        return self.scaler if self.autocast_dtype == torch.float16 else None
 
 
 @dataclass
@@ -292,8 +319,8 @@ class _Swapped:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name not in self._autofuse_live and not name.startswith("_") and name not in self._parameters:  # type: ignore[attr-defined]
-            self.__class__ = self._autofuse_original
+        if not name.startswith("_") and name not in self._autofuse_live:
+            self.__class__ = self._autofuse_original  # type: ignore[assignment]
 
 
 def _as(obj: Any, cls: type) -> Any:

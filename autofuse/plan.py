@@ -1,0 +1,232 @@
+"""Plan: what would be done, where and why. Making one changes nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from autofuse.patch import Context, Patch, Rejected, Site
+from autofuse.registry import find_patches
+
+__all__ = ["Plan", "Row", "make_plan"]
+
+
+@dataclass
+class Row:
+    """One patch in a plan or a report.
+
+    Attributes:
+        status: ``planned``, ``kept``, ``rejected`` or ``skipped``.
+        error: the largest relative error that the proof found (of the loss, or of all gradients
+            together); None where nothing was compared yet.
+        before_ms, after_ms: milliseconds of a step without and with the patch, where measured.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    sites: list[Site] = field(default_factory=list)
+    error: float | None = None
+    before_ms: float | None = None
+    after_ms: float | None = None
+
+    @property
+    def accepted(self) -> list[Site]:
+        return [site for site in self.sites if site.accepted]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "sites": [site.to_dict() for site in self.sites]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Row:
+        return cls(**{**data, "sites": [Site(**site) for site in data["sites"]]})
+
+
+@dataclass
+class Plan:
+    """The rows of every patch, for one model on one hardware.
+
+    >>> import autofuse
+    >>> plan = autofuse.plan(torch.nn.LayerNorm(8), hardware=autofuse.Hardware.named("V100"))
+    >>> [row.status for row in plan.rows if row.name == "norms"]
+    ['planned']
+    """
+
+    rows: list[Row]
+    hardware: str
+    model: str = ""
+    note: str = ""
+    patches: dict[str, Patch] = field(default_factory=dict, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "torch": torch.__version__,
+            "hardware": self.hardware,
+            "model": self.model,
+            "note": self.note,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``optimize(..., plan=path)`` makes exactly its changes again."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file is no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            rows = [Row.from_dict(row) for row in data["rows"]]
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a saved plan ({type(error).__name__}: {error})") from error
+        return cls(rows, data["hardware"], data.get("model", ""), data.get("note", ""))
+
+    def __str__(self) -> str:
+        title = f"Plan for {self.model} on {self.hardware}"
+        return render(rows_table(self.rows, title), self.note)
+
+    def _repr_html_(self) -> str:
+        return to_html(rows_table(self.rows, f"Plan for {self.model} on {self.hardware}"), self.note)
+
+
+def make_plan(
+    context: Context,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    saved: Plan | None = None,
+) -> Plan:
+    """Ask every patcher; nothing is changed."""
+    chosen = None if only is None else set(only)
+    left_out = set(skip)
+    allowed = None if saved is None else {row.name: row for row in saved.rows if row.accepted}
+
+    def wanted(name: str) -> str | None:
+        if name in left_out:
+            return "left out by skip"
+        if chosen is not None and name not in chosen:
+            return "not among only"
+        if allowed is not None and (name not in allowed or allowed[name].status not in ("planned", "kept")):
+            return "not in the plan that was given"
+        return None
+
+    rows, patches = [], {}
+    for name, answer in find_patches(context, wanted):
+        if isinstance(answer, str):
+            rows.append(Row(name, "skipped", answer))
+        elif isinstance(answer, Rejected):
+            rows.append(Row(name, "rejected", answer.reason))
+        else:
+            if allowed is not None:
+                _restrict(answer, allowed[name])
+            rows.append(row_of(answer, "planned"))
+            patches[name] = answer
+    return Plan(rows, context.hardware.name, type(context.model).__name__, _note(rows), patches)
+
+
+def _restrict(patch: Patch, row: Row) -> None:
+    """Leave the sites alone that the given plan does not have; nothing is measured again."""
+    paths = {site.path for site in row.accepted}
+    patch.reject("not in the plan that was given", [s.path for s in patch.accepted if s.path not in paths])
+    patch.timed, patch.pays = False, None
+
+
+def row_of(patch: Patch, status: str) -> Row:
+    """The row of a patch; one without an accepted site is rejected, whatever its status."""
+    return Row(patch.name, status if patch.accepted else "rejected", patch.reason, patch.sites)
+
+
+def _note(rows: list[Row]) -> str:
+    if not rows:
+        return "no patcher was found: is autofuse installed, or its checkout complete?"
+    return "" if any(row.accepted for row in rows) else "Nothing more to do."
+
+
+# --- how rows look -----------------------------------------------------------------------------
+
+_STYLE = {"kept": "green", "planned": "cyan", "rejected": "yellow", "skipped": "dim"}
+
+
+def rows_table(rows: Iterable[Row], title: str) -> Table:
+    """One line per patch, and below it the sites grouped by what was found there."""
+    table = Table(title=title, title_justify="left", expand=False)
+    for column in ("patch", "status", "sites"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what and why", overflow="fold")
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("ms before → after", justify="right", no_wrap=True)
+    for row in rows:
+        timing = f"{row.before_ms:.1f} → {row.after_ms:.1f}" if row.before_ms and row.after_ms else ""
+        count = f"{len(row.accepted)}/{len(row.sites)}" if row.sites else ""
+        error = "" if row.error is None else f"{row.error:.1e}"
+        what = "\n".join(
+            filter(None, [row.reason, *_grouped(s for s in row.sites if s.reason != row.reason)])
+        )
+        table.add_row(row.name, f"[{_STYLE.get(row.status, '')}]{row.status}[/]", count, what, error, timing)
+    return table
+
+
+def _grouped(sites: Iterable[Site]) -> list[str]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for site in sites:
+        groups.setdefault((site.cls, site.operation, site.provider, site.reason), []).append(site.path)
+    lines = []
+    for (cls, operation, provider, reason), paths in groups.items():
+        where = _compact(paths)
+        what = f"{operation} by {provider}" if operation else f"left alone: {reason}"
+        lines.append(f"· {cls.rsplit('.', 1)[-1]} {where}: {what}".replace("[", r"\["))
+    return lines
+
+
+def _compact(paths: list[str]) -> str:
+    """``h.0.ln_1 … (12)`` instead of twelve names."""
+    named = [path for path in paths if path]
+    if not named:
+        return ""
+    return named[0] if len(paths) == 1 else f"{named[0]} … ({len(paths)})"
+
+
+def render(table: Table, note: str = "", width: int = 118) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    if note:
+        console.print(note)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+def to_html(table: Table, note: str = "") -> str:
+    console = Console(file=io.StringIO(), width=118, record=True)
+    console.print(table)
+    if note:
+        console.print(note)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def status_counts(rows: Iterable[Row]) -> Counter[str]:
+    return Counter(row.status for row in rows)

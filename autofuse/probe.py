@@ -1,0 +1,222 @@
+"""Looking at a module by running a copy of it, without leaving a trace.
+
+The copy lies on the CPU in float32 with parameters of its own, the random generators are put back,
+and everything runs on the calling thread: even a tiny ``F.layer_norm`` may open the OpenMP pool,
+after which a forked child would hang.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import random
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "CannotProbe",
+    "RandomState",
+    "generator",
+    "isolated_copy",
+    "outside_dependence",
+    "quiet",
+    "random_state",
+    "single_input",
+]
+
+PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class CannotProbe(Exception):
+    """The module cannot be looked at; the message says why."""
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """A private random generator: probes draw from it and never from the user's."""
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of every random generator: torch's, Python's and, where it is loaded, NumPy's."""
+
+    torch: Tensor
+    cuda: list[Tensor]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        numpy = sys.modules.get("numpy.random")
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            random.getstate(),
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+
+@contextmanager
+def random_state() -> Iterator[None]:
+    """Every random generator is afterwards as it was before.
+
+    >>> before = torch.get_rng_state()
+    >>> with random_state():
+    ...     _ = torch.rand(3), random.random()
+    >>> torch.equal(before, torch.get_rng_state())
+    True
+    """
+    state = RandomState.capture()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Single-threaded, without autocast, and every random generator as it was afterwards.
+
+    >>> before = torch.get_rng_state()
+    >>> with quiet():
+    ...     _ = torch.rand(3)
+    >>> torch.equal(before, torch.get_rng_state())
+    True
+    """
+    threads, default_dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            random_state(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(default_dtype)
+        torch.set_num_threads(threads)
+
+
+def isolated_copy(module: nn.Module) -> nn.Module:
+    """A copy of a leaf module on the CPU, in float32, without hooks, with uninitialised parameters.
+
+    Raises:
+        CannotProbe: a parameter is not a plain dense tensor, or an attribute cannot be copied.
+    """
+    new = type(module).__new__(type(module))
+    namespace: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name == "_parameters":
+            value = {key: _fresh(key, parameter) for key, parameter in value.items()}
+        elif "hooks" in name:
+            value = OrderedDict()
+        elif name == "_compiled_call_impl":
+            continue
+        elif not isinstance(value, PLAIN):
+            try:
+                value = copy.deepcopy(value)
+            except Exception as error:
+                raise CannotProbe(f"its attribute {name!r} cannot be copied ({error})") from error
+        namespace[name] = value
+    vars(new).update(namespace)
+    return new
+
+
+def _fresh(name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+        raise CannotProbe(f"its parameter {name!r} is a {type(parameter).__name__} of {parameter.dtype}")
+    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
+
+
+def single_input(cls: type[nn.Module]) -> str | None:
+    """The name of the one argument that ``cls.forward`` takes; None if it takes more or none.
+
+    >>> single_input(nn.LayerNorm), single_input(nn.Bilinear)
+    ('input', None)
+    """
+    try:
+        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return parameters[0].name if len(parameters) == 1 and parameters[0].kind in kinds else None
+
+
+def outside_dependence(module: nn.Module) -> str | None:
+    """What else than its input, parameters and plain attributes ``module.forward`` reads, in words.
+
+    Looks at the bytecode of forward and of the Python functions that it calls: a global or a
+    closure that holds a value (rather than a function, class or module), and an attribute that
+    holds a mutable object, may change behind the recognition's back.
+    """
+    for function in _reachable(type(module)):
+        for name, value in _global_reads(function):
+            if not callable(value) and not isinstance(value, (types.ModuleType, torch.dtype)):
+                return f"its forward depends on the global {name!r}"
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            value = _cell_value(cell)
+            if name != "__class__" and not callable(value) and not isinstance(value, types.ModuleType):
+                return f"its forward depends on the variable {name!r} of an enclosing function"
+        for name in function.__code__.co_names:
+            if not _constant(vars(module).get(name)):
+                return f"its forward depends on its mutable attribute {name!r}"
+    return None
+
+
+def _cell_value(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _constant(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_constant(item) for item in value)
+    return isinstance(value, PLAIN) or callable(value)
+
+
+def _reachable(cls: type[nn.Module], limit: int = 30) -> list[types.FunctionType]:
+    """``cls.forward`` and the Python functions it may call, outside torch."""
+    found: list[types.FunctionType] = []
+    todo: list[Any] = [cls.forward]
+    while todo and len(found) < limit:
+        function = inspect.unwrap(todo.pop())
+        if not isinstance(function, types.FunctionType) or function in found:
+            continue
+        if function.__module__ is not None and function.__module__.split(".")[0] == "torch":
+            continue
+        found.append(function)
+        todo += [value for _, value in _global_reads(function)]
+        todo += [_cell_value(cell) for cell in function.__closure__ or ()]
+        for name in function.__code__.co_names:
+            method = inspect.getattr_static(cls, name, None)
+            todo.append(getattr(method, "__func__", getattr(method, "fget", method)))
+    return found
+
+
+def _global_reads(function: types.FunctionType) -> list[tuple[str, Any]]:
+    names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+    return [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]

@@ -1,0 +1,177 @@
+"""The proof of a change: the same step, without and with it, on the user's own batch.
+
+In float32 the loss must agree to 1e-5 relative and all gradients together to 1e-4 (norm of the
+difference over norm of the original). In a lower precision, the patched step's error against
+float32 may be at most 1.5 times the unpatched step's own at that precision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autofuse.probe import random_state
+
+__all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace"]
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+LOW_PRECISION_FACTOR = 1.5
+_OURS = {"_compiled_call_impl"}  # a compiled module may give itself up while it is proved
+
+
+class Unprovable(Exception):
+    """The step cannot be run for a comparison; the message says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step's loss and gradients, and the seconds that its forward and backward took."""
+
+    loss: float
+    gradients: list[Tensor | None]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """The relative difference of two outcomes."""
+
+    loss: float
+    gradients: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients)
+
+    def __str__(self) -> str:
+        return f"loss differs by {self.loss:.1e}, gradients by {self.gradients:.1e} relative"
+
+    def within(self, own: Error | None = None, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether it keeps the promise: exact, or against the unpatched step's ``own`` error."""
+        if own is None:
+            return self.loss <= LOSS_TOLERANCE and self.gradients <= GRADIENT_TOLERANCE
+        # A single loss can be right by luck; the rounding unit of the dtype is always allowed.
+        unit = torch.finfo(dtype).eps / 2
+        return self.loss <= max(LOW_PRECISION_FACTOR * own.loss, unit) and self.gradients <= max(
+            LOW_PRECISION_FACTOR * own.gradients, GRADIENT_TOLERANCE
+        )
+
+
+def compare(reference: Outcome, other: Outcome) -> Error:
+    """How far ``other`` is from ``reference``. A loss or gradient that is not finite in both alike
+    counts as equal; in one alone as infinitely far.
+
+    >>> a = Outcome(2.0, [torch.tensor([3.0, 4.0])], 0.0)
+    >>> b = Outcome(2.0, [torch.tensor([3.0, 4.5])], 0.0)
+    >>> compare(a, b).gradients
+    0.1
+    """
+    same_class = _kind(reference.loss) == _kind(other.loss)
+    if not torch.tensor([reference.loss, other.loss]).isfinite().all():
+        loss = 0.0 if same_class else float("inf")
+        return Error(loss, 0.0 if same_class else float("inf"))
+    difference, norm = 0.0, 0.0
+    for a, b in zip(reference.gradients, other.gradients, strict=True):
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if b is None else b
+        a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
+        difference += _square(a.float() - b.float())
+        norm += _square(a.float())
+    gradients = (difference / norm) ** 0.5 if norm else (0.0 if difference == 0.0 else float("inf"))
+    if gradients != gradients:
+        gradients = float("inf")
+    scale = max(abs(reference.loss), 1e-12)
+    return Error(abs(reference.loss - other.loss) / scale, round(gradients, 15))
+
+
+def _square(t: Tensor) -> float:
+    return float(torch.linalg.vector_norm(t, dtype=torch.float32)) ** 2
+
+
+def _kind(value: float) -> str:
+    return "nan" if value != value else "inf" if abs(value) == float("inf") else "finite"
+
+
+def evaluate(loss_of: Callable[[], Tensor], model: nn.Module, parameters: Sequence[nn.Parameter]) -> Outcome:
+    """The loss and the gradients of one step, leaving no trace.
+
+    Gradients are taken with ``torch.autograd.grad``, which fills no ``.grad`` and calls no hook of
+    an optimizer that steps inside the backward, nor of DDP.
+    """
+    local = getattr(model, "no_sync", nullcontext)  # DDP must not wait for gradients that never come
+    with no_trace(model), local():
+        start = time.perf_counter()
+        loss = loss_of()
+        if not loss.requires_grad:
+            return Outcome(float(loss), [None] * len(parameters), time.perf_counter() - start)
+        try:
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            # Reentrant checkpointing works with backward() alone.
+            with no_trace(model):
+                gradients = _by_backward(loss_of(), parameters)
+        _synchronize(loss)
+        return Outcome(float(loss.detach()), list(gradients), time.perf_counter() - start)
+
+
+def _by_backward(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        raise Unprovable("reentrant checkpointing together with hooks that act in the backward")
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        loss.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+
+
+def _synchronize(loss: Tensor) -> None:
+    if loss.device.type == "cuda":
+        torch.cuda.synchronize(loss.device)
+
+
+@contextmanager
+def no_trace(model: nn.Module) -> Iterator[None]:
+    """What runs inside leaves the generators, buffers and module attributes as they were."""
+    saved = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    buffers = {
+        id(b): (b, b._version, b.detach().clone())
+        for m in model.modules()
+        for b in m._buffers.values()
+        if b is not None
+    }
+    with random_state():
+        try:
+            yield
+        finally:
+            for module, attributes, own in saved:
+                _restore(module, attributes)
+                module._buffers.update(own)
+            with torch.no_grad():
+                for buffer, version, value in buffers.values():
+                    if buffer._version != version:
+                        buffer.copy_(value)
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Attributes that a forward sets: counters, caches, what it keeps for others to read."""
+    now = vars(module)
+    for name in now.keys() - attributes.keys() - _OURS:
+        del now[name]
+    for name in attributes.keys() - _OURS:
+        if now.get(name) is not attributes[name]:
+            now[name] = attributes[name]
