@@ -168,8 +168,9 @@ class LossWatch(TorchFunctionMode):
         weight = args[2] if len(args) > 2 else kwargs.get("weight")
         ignore_index = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
         reduction = args[6] if len(args) > 6 else kwargs.get("reduction", "mean")
-        plain = isinstance(target, Tensor) and not target.is_floating_point() and weight is None
-        if plain and reduction == "mean":
+        if not isinstance(target, Tensor) or target.is_floating_point() or weight is not None:
+            return
+        if reduction == "mean":
             self.seen.append((result.detach(), target.detach(), ignore_index))
 
     def rule(self, loss: float, batch: Any) -> LabelRule | None:

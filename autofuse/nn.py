@@ -61,7 +61,7 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: bool = False,
         **factory: Any,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, **factory)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, **factory)
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(
@@ -92,7 +92,7 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: bool = False,
         **factory: Any,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, **factory)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(

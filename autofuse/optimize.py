@@ -83,7 +83,17 @@ def optimize(
     if _is_trainer(model):
         from autofuse.integrations.transformers import optimize_trainer
 
-        return optimize_trainer(model, precision=precision, compile=compile, only=only, skip=skip, plan=plan)
+        return optimize_trainer(
+            model,
+            optimize,
+            precision=precision,
+            compile=compile,
+            measure=measure,
+            steps=steps,
+            only=only,
+            skip=skip,
+            plan=plan,
+        )
     _check_model(model)
     optimizers = _optimizers(model, optimizer)
     _check_choice("precision", precision, PRECISIONS)

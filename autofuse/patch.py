@@ -101,7 +101,7 @@ class Transaction:
 
     def set_attribute(self, obj: Any, name: str, value: Any) -> None:
         own = getattr(obj, "__dict__", {})
-        before = own[name] if name in own else _MISSING
+        before = own.get(name, _MISSING)
         inherited = getattr(obj, name, _MISSING) if before is _MISSING else _MISSING
         setattr(obj, name, value)
         if before is not _MISSING:
@@ -294,7 +294,8 @@ class _Swapped:
     _autofuse_live: frozenset[str]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
         fused, original = type(self), self._autofuse_original
         return (function, tuple(original if a is fused else a for a in arguments), *rest)
 
@@ -320,10 +321,10 @@ class _Swapped:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if not name.startswith("_") and name not in self._autofuse_live:
-            self.__class__ = self._autofuse_original  # type: ignore[assignment]
+            self.__class__ = self._autofuse_original
 
 
-def _as(obj: Any, cls: type) -> Any:
+def _as(obj: Any, cls: Any) -> Any:
     """A shallow stand-in of another class that shares ``obj``'s attributes."""
     new = cls.__new__(cls)
     vars(new).update(vars(obj))

@@ -199,14 +199,15 @@ def _constant(value: Any) -> bool:
 
 
 def _reachable(cls: type[nn.Module], limit: int = 30) -> list[types.FunctionType]:
-    """``cls.forward`` and the Python functions it may call, outside torch."""
+    """``cls.forward`` and the functions of its own module and methods that it may call."""
     found: list[types.FunctionType] = []
     todo: list[Any] = [cls.forward]
+    home = {base.__module__ for base in cls.__mro__ if base.__module__.split(".")[0] != "torch"}
     while todo and len(found) < limit:
         function = inspect.unwrap(todo.pop())
         if not isinstance(function, types.FunctionType) or function in found:
             continue
-        if function.__module__ is not None and function.__module__.split(".")[0] == "torch":
+        if function.__module__ not in home:
             continue
         found.append(function)
         todo += [value for _, value in _global_reads(function)]

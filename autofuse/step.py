@@ -85,7 +85,7 @@ class TrainingStep:
         self._counters, self._window = Counters(), _Window()
         self._rule: LabelRule | None = None
         self._seen: Any = None  # what the model was called with inside autocast()
-        self._proved = False
+        self._proved = self._busy = False
         self._notes: list[str] = []
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -215,7 +215,6 @@ class TrainingStep:
                     self._busy = False
                     self._enter_autocast(precision)
 
-        self._busy = False
         return hook
 
     def _stand_in_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -311,7 +310,7 @@ class TrainingStep:
                 scaler.unscale_(optimizer)
         if factor != 1:
             for p in parameters:
-                p.grad.mul_(factor)  # type: ignore[union-attr]
+                p.grad.mul_(factor)
         if clip is not None and finite:
             norm = nn.utils.clip_grad_norm_(parameters, clip)
             finite = bool(torch.isfinite(norm))
@@ -373,6 +372,12 @@ class TrainingStep:
         transaction = patch.apply()
         if transaction is not None:
             self._journal[:] = [t for t in self._journal if t.open] + [transaction]
+
+    def attach(self, change: Callable[[Transaction], None]) -> None:
+        """Make a change around the step (an integration's), which `undo` takes back too."""
+        transaction = Transaction()
+        self._journal.append(transaction)
+        change(transaction)
 
     def _apply_or_reject(self, patch: Patch) -> None:
         try:

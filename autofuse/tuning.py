@@ -73,8 +73,8 @@ class Prover:
         try:
             self._apply(patch)
             outcome = self._evaluate()
-        except Exception as error:
-            return f"it failed on the first batch: {_first_line(error)}"
+        except Exception as exception:
+            return f"it failed on the first batch: {_first_line(exception)}"
         error = compare(reference, outcome)
         self.errors[patch.name] = error.largest
         if patch.exact:

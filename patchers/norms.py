@@ -52,7 +52,7 @@ class Form:
     dtypes: Dtypes = ()  # (input's, weight's, output's) combinations that were seen
 
     def __call__(self, module: Any, input: Tensor, out_dtype: torch.dtype, provider: str) -> Tensor:
-        eps = self.eps if self.eps_attribute is None else getattr(module, self.eps_attribute)
+        eps: Any = self.eps if self.eps_attribute is None else getattr(module, self.eps_attribute)
         weight = None if self.weight is None else getattr(module, self.weight)
         shape = input.shape[-self.dims :]
         if self.operation == "rms_norm":
@@ -214,7 +214,9 @@ def _shape(probe: nn.Module) -> tuple[int, ...]:
 def _hypotheses(probe: nn.Module) -> Iterator[Form]:
     """Every form that the parameters' names allow, each with the eps that the module shows."""
     names = [name for name, p in probe._parameters.items() if p is not None]
-    affine = [(None, None)] if not names else [(names[0], None), (None, names[0])]
+    affine: list[tuple[str | None, str | None]] = (
+        [(None, None)] if not names else [(names[0], None), (None, names[0])]
+    )
     if len(names) == 2:
         affine = [(names[0], names[1]), (names[1], names[0])]
     dims = len(_shape(probe))

@@ -71,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, dims: int, eps: float, offset: float, dtype: torch.dtype
     ) -> Tensor:
         n = math.prod(x.shape[-dims:])
@@ -92,7 +92,7 @@ class _RMSNorm(torch.autograd.Function):
         return y.to(dtype).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, r = ctx.saved_tensors
         needs = [t for t, need in zip((x, weight), ctx.needs_input_grad[:2], strict=True) if need]
         if torch.is_grad_enabled():  # double backward: r must be a function of x again

@@ -1,0 +1,1 @@
+"""Where autofuse meets other libraries' loops; each is imported only when it is used."""

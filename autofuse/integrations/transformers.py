@@ -1,0 +1,67 @@
+"""``autofuse.optimize(trainer)``: the patches inside transformers' own loop.
+
+The Trainer keeps its loop, its accumulation, its clipping and its scheduler. Its ``compute_loss``
+runs inside the step's autocast, where the patches are proved on the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from autofuse.patch import Transaction
+from autofuse.step import TrainingStep
+
+__all__ = ["optimize_trainer"]
+
+
+class _Counting(TrainerCallback):
+    """Counts the Trainer's optimizer steps into the report."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._counters = step.report.counters
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counters.steps += 1
+
+
+def optimize_trainer(
+    trainer: Any, optimize: Callable[..., TrainingStep], *, precision: str, **options: Any
+) -> TrainingStep:
+    """Optimize a Trainer's model and optimizer in place; ``trainer.train()`` as before.
+
+    Mixed precision that the Trainer's arguments ask for stays the Trainer's.
+
+    Raises:
+        ValueError: ``precision="fp16"``, whose loss scaling belongs to the Trainer's own loop.
+    """
+    arguments = trainer.args
+    if precision == "fp16":
+        raise ValueError('for a Trainer ask for fp16 with TrainingArguments(fp16=True), not precision="fp16"')
+    if arguments.bf16 or arguments.fp16:
+        precision = "fp32"
+    if options.get("steps") is None and arguments.max_steps > 0:
+        options["steps"] = arguments.max_steps
+    if trainer.optimizer is None and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        trainer.create_optimizer()
+    step = optimize(trainer.model, trainer.optimizer, precision=precision, **options)
+    step.attach(lambda transaction: _wrap(trainer, step, transaction))
+    return step
+
+
+def _wrap(trainer: Any, step: TrainingStep, transaction: Transaction) -> None:
+    compute_loss = trainer.compute_loss
+
+    def in_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return compute_loss(model, inputs, *args, **kwargs)
+        step.report.counters.micro_batches += 1
+        with step.autocast():
+            return compute_loss(model, inputs, *args, **kwargs)
+
+    transaction.set_attribute(trainer, "compute_loss", in_step)
+    callback = _Counting(step)
+    trainer.add_callback(callback)
+    transaction.on_undo(lambda: trainer.remove_callback(callback))
