@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from autofuse.providers import Availability, Capability, Card, card, named_availability, nvidia_architecture
+from autofuse.cards import Card, card, nvidia_architecture
+from autofuse.providers import Availability, Capability, named_availability
 
 __all__ = ["DTYPES", "Hardware"]
 
