@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +230,8 @@ class Settings:
 
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+    # batch -> (a batch with less work in it, outputs -> the outputs that the given batch would have had)
+    shrink: Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Callable[[Any], Any]]] | None = None
 
     @property
     def active_scaler(self) -> torch.amp.GradScaler | None:

@@ -128,11 +128,16 @@ class TrainingStep:
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        shrink, restore = self._settings.shrink, None
+        if shrink is not None and self._loop.forward is None and isinstance(batch[0], Mapping):
+            smaller, restore = shrink(batch[0])
+            batch = (smaller, *batch[1:])
         with ExitStack() as stack:
             self._enter_autocast(stack)
-            return loss_of_batch(
+            loss, outputs = loss_of_batch(
                 self.model, batch, self._loop.loss_fn, self._loop.forward, self._outside_autocast
             )
+        return loss, outputs if restore is None else restore(outputs)
 
     def _forward_backward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
         loss, outputs = self._forward(batch)
