@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,22 +173,32 @@ _STYLE = {"kept": "green", "planned": "cyan", "rejected": "yellow", "skipped": "
 
 
 def rows_table(rows: Iterable[Row], title: str) -> Table:
-    """One line per patch, and below it the sites grouped by what was found there."""
+    """One line per patch with its sites grouped by what was found there; figures where there are any."""
+    rows = list(rows)
     table = Table(title=title, title_justify="left", expand=False)
     for column in ("patch", "status", "sites"):
         table.add_column(column, no_wrap=True)
     table.add_column("what and why", overflow="fold")
-    table.add_column("error", justify="right", no_wrap=True)
-    table.add_column("ms before → after", justify="right", no_wrap=True)
+    figures = {"error": _error, "ms before → after": _timing}
+    figures = {name: text for name, text in figures.items() if any(map(text, rows))}
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        timing = f"{row.before_ms:.1f} → {row.after_ms:.1f}" if row.before_ms and row.after_ms else ""
         count = f"{len(row.accepted)}/{len(row.sites)}" if row.sites else ""
-        error = "" if row.error is None else f"{row.error:.1e}"
-        what = "\n".join(
-            filter(None, [row.reason, *_grouped(s for s in row.sites if s.reason != row.reason)])
-        )
-        table.add_row(row.name, f"[{_STYLE.get(row.status, '')}]{row.status}[/]", count, what, error, timing)
+        details = [row.reason, *_grouped(site for site in row.sites if site.reason != row.reason)]
+        status = f"[{_STYLE.get(row.status, '')}]{row.status}[/]"
+        what = "\n".join(text.replace("[", r"\[") for text in details if text)
+        table.add_row(row.name, status, count, what, *(text(row) for text in figures.values()))
     return table
+
+
+def _error(row: Row) -> str:
+    return "" if row.error is None else f"{row.error:.1e}"
+
+
+def _timing(row: Row) -> str:
+    measured = row.before_ms is not None and row.after_ms is not None
+    return f"{row.before_ms:.1f} → {row.after_ms:.1f}" if measured else ""
 
 
 def _grouped(sites: Iterable[Site]) -> list[str]:
@@ -198,9 +207,9 @@ def _grouped(sites: Iterable[Site]) -> list[str]:
         groups.setdefault((site.cls, site.operation, site.provider, site.reason), []).append(site.path)
     lines = []
     for (cls, operation, provider, reason), paths in groups.items():
-        where = _compact(paths)
         what = f"{operation} by {provider}" if operation else f"left alone: {reason}"
-        lines.append(f"· {cls.rsplit('.', 1)[-1]} {where}: {what}".replace("[", r"\["))
+        name = " ".join(filter(None, [cls.rsplit(".", 1)[-1], _compact(paths)]))
+        lines.append(f"· {name}: {what}")
     return lines
 
 
@@ -226,7 +235,3 @@ def to_html(table: Table, note: str = "") -> str:
     if note:
         console.print(note)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-def status_counts(rows: Iterable[Row]) -> Counter[str]:
-    return Counter(row.status for row in rows)
