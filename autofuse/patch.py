@@ -9,6 +9,7 @@ looks and never touches: everything that changes goes through the `Transaction` 
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -297,9 +298,8 @@ class _Swapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        fused, original = type(self), self._autofuse_original
-        return (function, tuple(original if a is fused else a for a in arguments), *rest)
+        # Not copyreg.__newobj__, whose pickler insists on the object's own class.
+        return (copyreg._reconstructor, (self._autofuse_original, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
         new = copy.copy(_as(self, self._autofuse_original))

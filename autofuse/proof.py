@@ -149,10 +149,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     """What runs inside leaves the generators, buffers and module attributes as they were."""
     saved = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     buffers = {
-        id(b): (b, b._version, b.detach().clone())
-        for m in model.modules()
-        for b in m._buffers.values()
-        if b is not None
+        id(b): (b, b.detach().clone()) for m in model.modules() for b in m._buffers.values() if b is not None
     }
     with random_state():
         try:
@@ -162,8 +159,8 @@ def no_trace(model: nn.Module) -> Iterator[None]:
                 _restore(module, attributes)
                 module._buffers.update(own)
             with torch.no_grad():
-                for buffer, version, value in buffers.values():
-                    if buffer._version != version:
+                for buffer, value in buffers.values():  # batch norm writes without a new version
+                    if not torch.equal(buffer, value):
                         buffer.copy_(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import weakref
 from collections import defaultdict
@@ -28,12 +29,16 @@ class FusedAdamLike(Optimizer):
 
     _autofuse_original: type[Optimizer]
     _autofuse_layouts: tuple[Layout, ...]
+    _autofuse_closure: bool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
         fused, original = type(self), self._autofuse_original
-        return (function, tuple(original if a is fused else a for a in arguments), *rest)
+        if function is copyreg.__newobj__ and arguments == (fused,):  # type: ignore[attr-defined]
+            # pickle insists that __newobj__ is given the object's own class; its older form does not
+            function, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return (function, arguments, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         function, arguments, state, *_ = self.__reduce_ex__(4)
@@ -67,6 +72,7 @@ def fused_optimizer_class(original: type[Optimizer], layouts: tuple[Layout, ...]
             "__doc__": original.__doc__,
             "_autofuse_original": original,
             "_autofuse_layouts": layouts,
+            "_autofuse_closure": all(layout.closure for layout in layouts),
         },
     )
     fused.step = Optimizer.profile_hook_step(_fused_step(fused, original))  # type: ignore[attr-defined]
@@ -81,7 +87,8 @@ def _fused_step(fused: Any, original: type[Optimizer]) -> Callable[..., Any]:
     @functools.wraps(original_step)
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         # a scheduler that was made after the swap goes on calling this after an undo
-        if type(self) is not fused or args or kwargs:
+        own = type(self) is not fused or args or kwargs
+        if own or (closure is not None and not fused._autofuse_closure):
             arguments = args if closure is None and not args else (closure, *args)
             return original_step(self, *arguments, **kwargs)
         loss = None

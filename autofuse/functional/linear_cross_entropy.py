@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -498,20 +498,35 @@ def _torch(inputs: Inputs, loss: Loss) -> Tensor:
     return _LinearCrossEntropy.apply(loss, torch.is_grad_enabled(), *inputs[:3], *inputs.tensors)
 
 
-def _liger(inputs: Inputs, loss: Loss) -> Tensor:
-    """Liger's kernel: it takes neither an epilogue nor probabilities."""
+def _only_used(inputs: Inputs, loss: Loss) -> tuple[Inputs, Loss] | None:
+    """Without the ignored rows, in the product's dtype; None where no row is left or it is not plain.
+
+    None of the others' kernels takes an epilogue or probabilities, and each of them makes NaN of a
+    batch whose labels are all ignored, in the gradients too.
+    """
     if loss.epilogue is not None or loss.target.is_floating_point() or loss.reduction == "none":
-        return _torch(inputs, loss)
+        return None
     used = (loss.target != loss.ignore_index).nonzero()[:, 0]
-    if len(used) == 0:  # it divides by their number in Python
+    if len(used) == 0:
+        return None
+    hidden, weight, bias, _ = inputs
+    bias = None if bias is None else bias.to(loss.dtype)
+    left = Inputs(hidden[used].to(loss.dtype), weight.to(loss.dtype), bias, ())
+    return left, replace(loss, target=loss.target[used])
+
+
+def _liger(inputs: Inputs, loss: Loss) -> Tensor:
+    used = _only_used(inputs, loss)
+    if used is None:
         return _torch(inputs, loss)
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
+    (hidden, weight, bias, _), loss = used
     out = LigerFusedLinearCrossEntropyFunction.apply(
-        inputs.hidden[used].to(loss.dtype),
-        inputs.weight.to(loss.dtype),
-        loss.target[used],
-        None if inputs.bias is None else inputs.bias.to(loss.dtype),
+        hidden,
+        weight,
+        loss.target,
+        bias,
         loss.class_weight,
         loss.ignore_index,
         0.0,  # lse_square_scale: no z-loss
@@ -525,19 +540,18 @@ def _liger(inputs: Inputs, loss: Loss) -> Tensor:
 
 
 def _native(inputs: Inputs, loss: Loss) -> Tensor:
-    """PyTorch's own, where it exists: it takes neither an epilogue, probabilities nor smoothing."""
-    operation, options = (
-        getattr(F, "linear_cross_entropy", None),
-        getattr(torch.nn, "LinearCrossEntropyOptions", None),
-    )
-    unable = loss.epilogue is not None or loss.target.is_floating_point() or loss.label_smoothing
-    if operation is None or options is None or unable:
+    """PyTorch's own, where it exists; it does not smooth labels."""
+    operation = getattr(F, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    used = _only_used(inputs, loss)
+    if operation is None or options is None or used is None or loss.label_smoothing:
         return _torch(inputs, loss)
+    (hidden, weight, bias, _), loss = used
     return operation(
-        inputs.hidden.to(loss.dtype),
-        inputs.weight.to(loss.dtype),
+        hidden,
+        weight,
         loss.target,
-        linear_bias=None if inputs.bias is None else inputs.bias.to(loss.dtype),
+        linear_bias=bias,
         weight=loss.class_weight,
         reduction=loss.reduction,
         ignore_index=loss.ignore_index,

@@ -235,7 +235,8 @@ def _train(
     """Parameters and state tensors after a few steps from the same numbers."""
     generator = torch.Generator().manual_seed(3)
     given = rounded_to or dtype
-    params = [nn.Parameter(p.detach().to(dtype)) for p in parameters(shapes, given, device, generator)]
+    made = parameters(shapes, given, device, generator)
+    params: list[Tensor] = [nn.Parameter(p.detach().to(dtype)) for p in made]
     for param in params:
         if param.ndim == 4:  # a convolution's weight in the other memory format
             param.data = param.data.contiguous(memory_format=torch.channels_last)
