@@ -176,20 +176,29 @@ class LossWatch(TorchFunctionMode):
     def rule(self, loss: float, batch: Any) -> LabelRule | None:
         """The rule by which a batch's labels can be counted; None if the loss is no mean over them."""
         for value, target, ignore_index in self.seen:
-            same = abs(float(value) - loss) <= 1e-6 * abs(loss) or (
-                loss != loss and float(value) != float(value)
-            )
-            if not same:
-                continue
             used = target[target != ignore_index]
-            for path, tensor in tensors(batch):
-                if tensor.is_floating_point() or tensor.dtype == torch.bool:
-                    continue
+            if not _same(float(value), loss):
+                continue
+            for path, tensor in sorted(tensors(batch), key=lambda item: not _named_as_labels(item[0])):
                 for shifted in (False, True):
-                    labels = tensor[..., 1:] if shifted and tensor.dim() > 1 else tensor
-                    if shifted and tensor.dim() < 2:
-                        continue
-                    kept = labels[labels != ignore_index]
-                    if kept.shape == used.shape and torch.equal(kept, used.to(kept.dtype)):
+                    if _labels_are(tensor, used, ignore_index, shifted):
                         return LabelRule(path, shifted, ignore_index)
         return None
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * abs(b) or (a != a and b != b)
+
+
+def _named_as_labels(path: str) -> bool:
+    """Several tensors may hold the labels' values (``input_ids`` of a language model): what is
+    called labels, or comes second in (inputs, targets), is asked first."""
+    return path == "batch[1]" or any(word in path.lower() for word in ("label", "target"))
+
+
+def _labels_are(tensor: Tensor, used: Tensor, ignore_index: int, shifted: bool) -> bool:
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or (shifted and tensor.dim() < 2):
+        return False
+    labels = tensor[..., 1:] if shifted else tensor
+    kept = labels[labels != ignore_index]
+    return kept.shape == used.shape and torch.equal(kept, used.to(kept.dtype))

@@ -15,7 +15,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class RandomState:
             torch.get_rng_state(),
             torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
             random.getstate(),
-            None if numpy is None else numpy.get_state(),
+            None if numpy is None else numpy.get_state(legacy=False),
         )
 
     def restore(self) -> None:
@@ -109,7 +109,8 @@ def quiet() -> Iterator[None]:
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.device("cpu"),
+            # The mode is dear: it sees every call. It is needed only where another device is the default.
+            nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"),
         ):
             yield
     finally:

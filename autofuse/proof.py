@@ -23,6 +23,7 @@ __all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace"]
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 LOW_PRECISION_FACTOR = 1.5
+_INTERNAL = frozenset(vars(nn.Module()))  # what nn.Module keeps itself: parameters, hooks and so on
 _OURS = {"_compiled_call_impl"}  # a compiled module may give itself up while it is proved
 
 
@@ -147,21 +148,33 @@ def _synchronize(loss: Tensor) -> None:
 @contextmanager
 def no_trace(model: nn.Module) -> Iterator[None]:
     """What runs inside leaves the generators, buffers and module attributes as they were."""
-    saved = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    buffers = {
-        id(b): (b, b.detach().clone()) for m in model.modules() for b in m._buffers.values() if b is not None
-    }
+    modules = list(model.modules())
+    saved = [(m, dict(vars(m)), dict(m._buffers), _contents(m)) for m in modules]
+    buffers = {id(b): (b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None}
     with random_state():
         try:
             yield
         finally:
-            for module, attributes, own in saved:
+            for module, attributes, own, contents in saved:
                 _restore(module, attributes)
                 module._buffers.update(own)
+                for container, content in contents:
+                    _refill(container, content)
             with torch.no_grad():
                 for buffer, value in buffers.values():  # batch norm writes without a new version
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets among a module's own attributes, each with a copy."""
+    own = [v for k, v in vars(module).items() if k not in _INTERNAL and type(v) in (list, dict, set)]
+    return [(value, value.copy()) for value in own]
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:

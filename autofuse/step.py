@@ -16,6 +16,7 @@ from autofuse.patch import Patch, Settings, Transaction
 from autofuse.plan import Plan, row_of
 from autofuse.precision import step_autocast
 from autofuse.probe import RandomState
+from autofuse.proof import Unprovable
 from autofuse.report import Counters, Report
 from autofuse.tuning import Prover
 
@@ -40,7 +41,7 @@ class _Window:
 
     finite: list[Callable[[], bool]] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
-    replay: list[tuple[tuple[Any, ...], RandomState]] = field(default_factory=list)
+    replay: list[tuple[tuple[Any, ...], RandomState | None]] = field(default_factory=list)
 
     @property
     def reference(self) -> int:
@@ -119,13 +120,16 @@ class TrainingStep:
         check_not_empty(batch)
         if not self._proved:
             self._prove(lambda: self._forward(batch)[0], batch[0] if len(batch) == 1 else batch)
-        self._window.replay.append((batch, RandomState.capture()))
+        self._window.replay.append((batch, RandomState.capture() if self._can_fall_back() else None))
         try:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
             loss, outputs = self._without_failing_patch(error)
         self.update()
         return (loss, outputs) if return_outputs else loss
+
+    def _can_fall_back(self) -> bool:
+        return any(patch.applied and patch.in_forward for patch in self._plan.patches.values())
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
         shrink, restore = self._settings.shrink, None
@@ -186,7 +190,8 @@ class TrainingStep:
         self._zero_grad(self.optimizers)
         try:
             for batch, random in window.replay:
-                random.restore()
+                if random is not None:
+                    random.restore()
                 result = self._forward_backward(batch)
             self._window.replay = window.replay
             return result
@@ -290,12 +295,10 @@ class TrainingStep:
             self._counters.nonfinite += bad
             self._counters.first_nonfinite = self._counters.first_nonfinite or first
         stepped = False
-        if optimizers and any(window.weights):
+        if any(window.weights):
             factor = window.reference * self._loop.accumulate / sum(window.weights)
             stepped = self._optimizer_step(optimizers, factor, finite=not bad)
-            self._zero_grad(optimizers)
-        elif optimizers:
-            self._zero_grad(optimizers)
+        self._zero_grad(optimizers)
         if bad and self._loop.on_nonfinite == "raise":
             raise FloatingPointError(
                 f"the loss was NaN or inf in batch {first}; the optimizer step was not taken, weights and "
@@ -319,6 +322,8 @@ class TrainingStep:
         if clip is not None and finite:
             norm = nn.utils.clip_grad_norm_(parameters, clip)
             finite = bool(torch.isfinite(norm))
+        if not optimizers:  # the gradients are the caller's
+            return False
         before = 0.0 if scaler is None else scaler.get_scale()
         if finite or scaler is not None:  # a scaler sees for itself what is not finite, and learns of it
             for optimizer in optimizers:
@@ -409,13 +414,17 @@ class TrainingStep:
         try:
             with LossWatch() as watch:
                 reference = prover.reference()
+            self._rule = watch.rule(reference.loss, batch)
+            if patches:
+                prover.prove(patches, reference)
+        except Unprovable as reason:
+            for patch in patches:
+                patch.undo()
+                patch.reject(f"it cannot be proved: {reason}")
         except Exception:
             for patch in applied:
                 self._apply_or_reject(patch)
             raise
-        self._rule = watch.rule(reference.loss, batch)
-        if patches:
-            prover.prove(patches, reference)
         self._proved = True
         for row in self._plan.rows:
             row.error = prover.errors.get(row.name, row.error)

@@ -153,9 +153,16 @@ def _signature(module: nn.Module) -> Any:
     for name, value in vars(module).items():
         if name == "training" or name in nn.Module.__dict__ or name.startswith("_"):
             continue
-        attributes.append((name, value if isinstance(value, PLAIN) else id(value)))
+        attributes.append((name, _by_value(value)))
     parameters = tuple((n, None if p is None else p.shape) for n, p in module._parameters.items())
     return type(module), parameters, tuple(attributes), "forward" in vars(module)
+
+
+def _by_value(value: Any) -> Any:
+    """What tells attributes apart: the value where it is plain, else the object's identity."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_by_value, value))
+    return value if isinstance(value, PLAIN) else id(value)
 
 
 # --- recognition -------------------------------------------------------------------------------

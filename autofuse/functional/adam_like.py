@@ -162,7 +162,7 @@ def _key(role: str, group: dict[str, Any], reads: frozenset[str]) -> Any:
             return names if role == "betas" else names[0]
     if role == "weight_decay":
         return None
-    raise _Refused(f"its {role} is not read from its param groups")
+    raise _Refused(f"no {role} is read from its param groups")
 
 
 class _Run:

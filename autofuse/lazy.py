@@ -1,0 +1,578 @@
+"""`LazyLogits`: the logits of an output layer that are not there until somebody looks.
+
+A loss does not need them (`autofuse.functional.linear_cross_entropy`), so while training the output
+layer returns this stand-in of the same shape, dtype, device and autograd history. It works at two
+levels:
+
+* *Below* autograd (``__torch_dispatch__``) an operation on it either stays lazy, which `_LAZY` lists,
+  or is run on the real logits, built then, once. Autograd sees ordinary operations with ordinary
+  nodes, so whatever happens to a stand-in, its gradients are right.
+* *Above* autograd (``__torch_function__``) `F.cross_entropy` and `F.nll_loss` of a stand-in become
+  the fused loss of what the logits are made of. This is done only where nobody looks at or changes
+  the logits in between; else the real logits go through the original loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autofuse.functional.linear_cross_entropy import linear_cross_entropy, product_dtype
+
+__all__ = ["Fate", "LazyLogits", "is_built", "lazy_linear", "materialize"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Fate:
+    """What became of one call's logits, and how that call's loss may be computed."""
+
+    provider: str = "torch"
+    fused: bool = False  # a loss was computed without them
+    materialized_by: str | None = None  # the first operation that needed the real ones
+    watched: bool = False  # a hook waits for their gradient
+
+
+def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fate: Fate | None = None) -> Tensor:
+    """`F.linear` whose result is not computed until it is needed.
+
+    >>> h, w = torch.randn(2, 5, 4), torch.randn(9, 4, requires_grad=True)
+    >>> logits = lazy_linear(h, w, None)
+    >>> logits.shape, logits.requires_grad, is_built(logits)
+    (torch.Size([2, 5, 9]), True, False)
+    >>> F.cross_entropy(logits.flatten(0, 1), torch.arange(9).repeat(2)[:10]).backward()
+    >>> is_built(logits), torch.equal(logits.argmax(-1), (h @ w.T).argmax(-1)), is_built(logits)
+    (False, True, True)
+    """
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet; importing it takes seconds
+        _shield_from_compiler()
+    head = _Head(hidden, weight, bias, product_dtype(hidden, weight), fate or Fate())
+    with torch._C.DisableTorchFunctionSubclass():
+        return _LazyLinear.apply(head, hidden, weight, bias)
+
+
+def materialize(tree: Any) -> Any:
+    """``tree`` (of tensors, in lists, dicts and the like) with every stand-in replaced by its real logits.
+
+    >>> logits = lazy_linear(torch.ones(1, 2), torch.ones(3, 2, requires_grad=True), None)
+    >>> type(materialize({"logits": logits})["logits"]).__name__
+    'Tensor'
+    """
+    return tree_map_only(LazyLogits, lambda x: x.real_logits("materialize"), tree)
+
+
+def is_built(logits: Tensor) -> bool:
+    """Whether these logits hold numbers: real ones, or a stand-in's that have been asked for."""
+    return not isinstance(logits, LazyLogits) or logits._form.head.value.numbers is not None
+
+
+# --- what the logits are made of ---------------------------------------------------------------
+
+
+class _Value:
+    """Numbers that are computed when they are asked for, once."""
+
+    def __init__(self, build: Callable[[], Tensor]) -> None:
+        self._build: Callable[[], Tensor] | None = build
+        self.numbers: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.numbers is None:
+            assert self._build is not None
+            with torch.no_grad():
+                self.numbers = self._build()
+            self._build = None  # with what it holds
+        return self.numbers
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A few of the numbers. Optimizers that write through ``.data`` or a kernel of their own leave
+    the version counter as it was, but they leave no row of an output layer as it was."""
+    rows, columns = weight.shape
+    return weight.detach()[:: max(1, rows // 16), :: max(1, columns // 4)].clone()
+
+
+class _Head:
+    """One call of the output layer: its inputs, with their history, as they were."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fate: Fate
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.dtype, self.fate = hidden, weight, bias, dtype, fate
+        self._versions = self._current_versions()
+        self._sample = _sample(weight)
+        self.value = _Value(self._build)
+
+    def _current_versions(self) -> list[int]:
+        return [x._version for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+    def unchanged(self) -> bool:
+        return self._versions == self._current_versions()
+
+    def _build(self) -> Tensor:
+        hidden, weight, bias = (
+            None if x is None else x.detach().to(self.dtype) for x in (self.hidden, self.weight, self.bias)
+        )
+        if not self.unchanged() or not torch.equal(_sample(self.weight), self._sample):
+            raise RuntimeError(
+                "these logits were not computed in their forward, and since then the weights have changed "
+                "(by an optimizer step?). Read them before, or take step(batch, return_outputs=True), "
+                "autofuse.lazy.materialize(outputs), or optimize(..., skip=('loss',))."
+            )
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(hidden, weight, bias)  # type: ignore[arg-type]
+
+
+class _LazyLinear(torch.autograd.Function):
+    """The stand-in's place in autograd's graph: the derivative of `F.linear`, for real gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)  # a fused loss sends nothing this way
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = head.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        like = torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=head.dtype, device="meta")
+        return LazyLogits(head.value, _Form(head), like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None
+        hidden, weight = ctx.saved_tensors
+        _, need_hidden, need_weight, need_bias = ctx.needs_input_grad
+        grad = grad.to(ctx.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        with torch.autocast(grad.device.type, enabled=False):
+            to_hidden = (grad @ weight.to(ctx.dtype)).to(hidden.dtype) if need_hidden else None
+            inputs = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
+            to_weight = (rows.t() @ inputs).to(weight.dtype) if need_weight else None
+        return None, to_hidden, to_weight, rows.sum(0).to(ctx.bias_dtype) if need_bias else None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a stand-in follows from its head: ``maps(linear(rows(hidden)))``, its classes in ``classes``.
+
+    Args:
+        rows: what was done to the leading dimensions, on (..., H) as on (..., V).
+        maps: elementwise operations, with their tensors, on logits whose classes are last.
+        tensors: the tensors that the maps take, in order, with their versions.
+        classes: the dimension that the classes are in, of ``dim`` dimensions.
+        normalized: log_softmax was the last map.
+    """
+
+    head: _Head
+    rows: tuple[Callable[[Tensor], Tensor], ...] = ()
+    maps: tuple[Callable[[Tensor, list[Tensor]], Tensor], ...] = ()
+    tensors: tuple[tuple[Tensor, int], ...] = ()
+    classes: int | None = None  # None: the last
+    normalized: bool = False
+
+    def hidden(self) -> Tensor:
+        """The hidden states, with their history, arranged as the stand-in's rows."""
+        return functools.reduce(lambda x, function: function(x), self.rows, self.head.hidden)
+
+    def epilogue(self) -> Callable[..., Tensor] | None:
+        if not self.maps:
+            return None
+
+        def run(logits: Tensor, *tensors: Tensor) -> Tensor:
+            left = [*tensors]
+            return functools.reduce(lambda x, function: function(x, left), self.maps, logits)
+
+        return run
+
+    def unchanged(self) -> bool:
+        return self.head.unchanged() and all(x._version == version for x, version in self.tensors)
+
+    def class_dim(self, lazy: Tensor) -> int:
+        return lazy.dim() - 1 if self.classes is None else self.classes
+
+
+class LazyLogits(Tensor):
+    """See the module's documentation. Made by `lazy_linear` only."""
+
+    _value: _Value
+    _form: _Form
+
+    @staticmethod
+    def __new__(cls, value: _Value, form: _Form, like: Tensor) -> LazyLogits:
+        self = Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), dtype=like.dtype, device=form.head.hidden.device
+        )
+        self._value, self._form = value, form
+        return self
+
+    def __init__(self, value: _Value, form: _Form, like: Tensor) -> None:
+        super().__init__()
+
+    def real_logits(self, reader: str) -> Tensor:
+        """The numbers as a plain tensor, with this tensor's history."""
+        _read_by(self, reader)
+        self._value()  # now that the numbers are there, an operation on this is one on them
+        with torch._C.DisableTorchFunctionSubclass():
+            return aten.alias(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fused = _FUSED.get(func)
+        if fused is not None:
+            out = fused(*args, **kwargs)
+            if out is not None:
+                return out
+        name = getattr(func, "__name__", str(func))
+        if name in _WATCHING or func is torch.autograd.grad:
+            for lazy in tree_leaves((args, kwargs)):
+                if isinstance(lazy, LazyLogits):
+                    lazy._form.head.fate.watched = True
+        if name in _READING:
+            args, kwargs = tree_map_only(LazyLogits, lambda x: x.real_logits(name), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        lazy = _derive(func, args, kwargs)
+        if lazy is not None:
+            return lazy
+        name = func._schema.name.removeprefix("aten::")
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, LazyLogits):
+                _read_by(x, name)
+        real_args, real_kwargs = tree_map_only(LazyLogits, lambda x: x._value(), (args, kwargs))
+        out = func(*real_args, **real_kwargs)
+        return _returned(func, args, real_args, out) if func._schema.is_mutable else out
+
+
+@functools.cache
+def _shield_from_compiler() -> None:
+    """Makes a compiled loss break its graph at each operation on a stand-in and go on behind it."""
+    disabled = torch.compiler.disable(LazyLogits.__torch_function__.__func__)  # type: ignore[attr-defined]
+    LazyLogits.__torch_function__ = classmethod(disabled)  # type: ignore[assignment]
+
+
+def _read_by(lazy: LazyLogits, reader: str) -> None:
+    fate = lazy._form.head.fate
+    fate.materialized_by = fate.materialized_by or reader
+
+
+def _returned(func: Any, args: Sequence[Any], real_args: Sequence[Any], out: Any) -> Any:
+    """An in-place operation returns the tensor that it was given, not the numbers behind it."""
+    return next((a for a, real in zip(args, real_args, strict=True) if real is out), out)
+
+
+# --- what stays lazy ---------------------------------------------------------------------------
+
+_Handler = Callable[..., _Form | None]
+_LAZY: dict[Any, _Handler] = {}
+
+
+def _stays_lazy(*functions: Any) -> Callable[[_Handler], _Handler]:
+    """Registers ``handler(lazy, out, *args, **kwargs) -> the result's form``, or None if it cannot.
+
+    ``out`` is the result on the meta device; ``args`` are the operation's without the stand-in.
+    """
+
+    def register(handler: _Handler) -> _Handler:
+        _LAZY.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+def _derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
+    """The lazy result of ``func``, or None if it needs the numbers."""
+    handler = _LAZY.get(func)
+    at = [i for i, x in enumerate(args) if isinstance(x, LazyLogits)]
+    if handler is None or len(at) != 1:
+        return None
+    lazy = args[at[0]]
+    # Numbers that are there already, or were changed in place, are the ones to go on with.
+    if lazy._form.head.value.numbers is not None or lazy._version:
+        return None
+    args = [_as_indices(x) for x in args]
+    out = func(*(_meta(x) for x in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+    others = [x for i, x in enumerate(args) if i != at[0]]
+    if handler is _elementwise:
+        others = [func, at[0], *others]
+    form = handler(lazy, out, *others, **kwargs)
+    if form is None:
+        return None
+    source = lazy._value
+    return LazyLogits(
+        _Value(lambda: func(*(source() if i == at[0] else x for i, x in enumerate(args)), **kwargs)),
+        form,
+        out,
+    )
+
+
+def _meta(x: Any) -> Any:
+    """The shape of it."""
+    if isinstance(x, (list, tuple)):
+        return [_meta(item) for item in x]
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _as_indices(x: Any) -> Any:
+    """A list of index tensors with masks written out, so that shapes follow from shapes."""
+    if not isinstance(x, (list, tuple)) or not any(isinstance(i, Tensor) for i in x):
+        return x
+    out: list[Tensor | None] = []
+    for i in x:
+        mask = i is not None and i.dtype in (torch.bool, torch.uint8)
+        out += i.nonzero().unbind(1) if mask else [i]
+    return out
+
+
+def _classes_last(lazy: LazyLogits) -> bool:
+    return lazy._form.class_dim(lazy) == lazy.dim() - 1
+
+
+def _with_rows(lazy: LazyLogits, function: Callable[[Tensor], Tensor]) -> _Form | None:
+    form = lazy._form
+    return replace(form, rows=(*form.rows, function)) if _classes_last(lazy) else None
+
+
+@_stays_lazy(aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh.default)
+def _same(lazy: LazyLogits, out: Tensor, **kwargs: Any) -> _Form | None:
+    return lazy._form
+
+
+@_stays_lazy(aten._to_copy.default)
+def _to_copy(lazy: LazyLogits, out: Tensor, **kwargs: Any) -> _Form | None:
+    same_device = kwargs.get("device") in (None, lazy.device)
+    return lazy._form if same_device and out.is_floating_point() else None
+
+
+@_stays_lazy(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(lazy: LazyLogits, out: Tensor, size: Sequence[int]) -> _Form | None:
+    if out.shape[-1:] != lazy.shape[-1:]:
+        return None
+    leading = out.shape[:-1]
+    return _with_rows(lazy, lambda h: h.reshape(*leading, h.shape[-1]))
+
+
+@_stays_lazy(aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.unsqueeze.default)
+def _along(lazy: LazyLogits, out: Tensor, dim: int = 0, *args: Any) -> _Form | None:
+    function = {1: torch.index_select}.get(len(args)) if args and isinstance(args[0], Tensor) else None
+    place = dim % (lazy.dim() if out.dim() <= lazy.dim() else lazy.dim() + 1)
+    if place >= lazy.dim() - (out.dim() <= lazy.dim()):
+        return None  # along the classes, or behind them
+    if function is not None:
+        return _with_rows(lazy, lambda h: h.index_select(place, args[0]))
+    if out.dim() > lazy.dim():
+        return _with_rows(lazy, lambda h: h.unsqueeze(place))
+    if out.dim() < lazy.dim():
+        return _with_rows(lazy, lambda h: h.select(place, *args))
+    return _with_rows(lazy, lambda h: aten.slice.Tensor(h, place, *args))
+
+
+@_stays_lazy(aten.index.Tensor)
+def _index(lazy: LazyLogits, out: Tensor, indices: Sequence[Tensor | None]) -> _Form | None:
+    if len(indices) >= lazy.dim() or out.shape[-1] != lazy.shape[-1]:
+        return None
+    return _with_rows(lazy, lambda h: aten.index.Tensor(h, [*indices]))
+
+
+@_stays_lazy(aten.transpose.int, aten.permute.default, aten.t.default)
+def _permute(lazy: LazyLogits, out: Tensor, *args: Any) -> _Form | None:
+    n = lazy.dim()
+    order = [*range(n)]
+    if len(args) == 1:
+        order = [d % n for d in args[0]]
+    else:
+        a, b = (d % n for d in (args or (0, 1)))
+        order[a], order[b] = order[b], order[a]
+    classes = lazy._form.class_dim(lazy)
+    rows = [d - (d > classes) for d in order if d != classes]
+    form, place = lazy._form, order.index(classes)
+    rows_too = (*form.rows, lambda h: h.permute(*rows, h.dim() - 1))
+    return replace(form, rows=rows_too, classes=None if place == n - 1 else place)
+
+
+@_stays_lazy(
+    *(getattr(getattr(aten, op), of) for op in ("mul", "div", "add", "sub") for of in ("Tensor", "Scalar")),
+    aten.tanh.default,
+    aten.neg.default,
+)
+def _elementwise(
+    lazy: LazyLogits, out: Tensor, func: Any, at: int, *others: Any, **kwargs: Any
+) -> _Form | None:
+    """Arithmetic with numbers, and with tensors that are the same for every row."""
+    form, tensors = lazy._form, [x for x in others if isinstance(x, Tensor)]
+    plain = all(_for_every_row(x, lazy) for x in tensors) and out.is_floating_point()
+    if form.normalized or not plain or out.shape != lazy.shape:
+        return None
+
+    def run(x: Tensor, left: list[Tensor]) -> Tensor:
+        args = [left.pop(0).to(x.device) if isinstance(other, Tensor) else other for other in others]
+        return func(*args[:at], x, *args[at:], **kwargs)
+
+    kept = tuple((x, x._version) for x in tensors)
+    return replace(form, maps=(*form.maps, run), tensors=form.tensors + kept)
+
+
+def _for_every_row(x: Tensor, lazy: LazyLogits) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and (
+        x.dim() == 0 or (x.dim() == 1 and x.shape[0] in (1, lazy.shape[-1]) and _classes_last(lazy))
+    )
+
+
+@_stays_lazy(aten._log_softmax.default)
+def _log_softmax(lazy: LazyLogits, out: Tensor, dim: int, half_to_float: bool) -> _Form | None:
+    form = lazy._form
+    same = dim % lazy.dim() == form.class_dim(lazy) and not form.normalized
+    return replace(form, normalized=True) if same else None
+
+
+# --- the losses --------------------------------------------------------------------------------
+
+# What asks for the numbers themselves, or for the tensor as an object that holds them.
+_READING = {
+    "__array__", "__deepcopy__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "__str__", "cpu",
+    "data_ptr", "detach", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
+}  # fmt: skip
+_WATCHING = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
+    return _loss(False, _bind(F.cross_entropy, args, kwargs))
+
+
+def _nll_loss(*args: Any, **kwargs: Any) -> Tensor | None:
+    return _loss(True, _bind(F.nll_loss, args, kwargs))
+
+
+_FUSED: dict[Any, Callable[..., Tensor | None]] = {F.cross_entropy: _cross_entropy, F.nll_loss: _nll_loss}
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _bind(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _loss(normalized: bool, call: dict[str, Any]) -> Tensor | None:
+    """The loss without the logits; None where the original must compute it."""
+    lazy, target, weight = call["input"], call["target"], call["weight"]
+    legacy = call["size_average"] is not None or call["reduce"] is not None
+    if (
+        legacy
+        or not _fusable(lazy, normalized)
+        or not _plain(target)
+        or not (weight is None or _plain(weight))
+    ):
+        return None
+    dense = target.shape == lazy.shape and target.is_floating_point() and not normalized
+    labels = target.shape == lazy.shape[:1] + lazy.shape[2:] and target.dtype in (torch.int64, torch.uint8)
+    if not (labels or (dense and call["ignore_index"] < 0)) or call["reduction"] not in (
+        "mean",
+        "sum",
+        "none",
+    ):
+        return None
+    form = lazy._form
+    wanted = _loss_dtype(lazy.dtype, lazy.device, torch.is_autocast_enabled(lazy.device.type))
+    with torch._C.DisableTorchFunctionSubclass():
+        loss = linear_cross_entropy(
+            form.hidden(),
+            form.head.weight,
+            target.movedim(1, -1) if dense else target,
+            form.head.bias,
+            class_weight=weight,
+            reduction=call["reduction"],
+            ignore_index=call["ignore_index"],
+            label_smoothing=call.get("label_smoothing", 0.0),
+            epilogue=form.epilogue(),
+            tensors=[x for x, _ in form.tensors],
+            dtype=form.head.dtype,
+            provider=form.head.fate.provider,
+        ).to(wanted)
+        form.head.fate.fused = True
+        if not loss.requires_grad:
+            return loss
+        call = call | {"input": None}
+        return _Watched.apply(loss, lazy, F.nll_loss if normalized else F.cross_entropy, call)
+
+
+def _plain(x: Any) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.requires_grad
+
+
+def _fusable(lazy: Any, normalized: bool) -> bool:
+    """Whether the logits are still nothing but what they are made of, and laid out as the loss wants."""
+    if not isinstance(lazy, LazyLogits) or lazy.dim() < 2:
+        return False
+    form = lazy._form
+    fate = form.head.fate
+    built = form.head.value.numbers is not None
+    return (
+        form.normalized == normalized
+        and form.class_dim(lazy) == 1
+        and not (built or fate.watched or lazy._version)
+        and form.unchanged()
+        and _lineage_is_plain(lazy.grad_fn)
+    )
+
+
+def _lineage_is_plain(node: Any) -> bool:
+    """Whether only PyTorch's own operations lie between the output layer and here.
+
+    Others' autograd functions may do something to the gradient that passes (a module's backward
+    hooks are such a function), and a fused loss would send the gradient around them.
+    """
+    while node is not None and not isinstance(node, _LazyLinear._backward_cls):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return True
+
+
+@functools.cache
+def _loss_dtype(dtype: torch.dtype, device: torch.device, autocast: bool) -> torch.dtype:
+    """The dtype that the unfused loss would have here and now."""
+    label = torch.zeros(1, dtype=torch.int64, device=device)
+    return F.cross_entropy(torch.zeros(1, 2, dtype=dtype, device=device), label).dtype
+
+
+class _Watched(torch.autograd.Function):
+    """Passes the loss on. If a hook has come to wait for the logits' gradient since, it gets it: then
+    the gradient goes the ordinary way, through real logits, instead of the fused one."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, lazy: LazyLogits, function: Any, call: dict[str, Any]) -> Tensor:
+        ctx.lazy, ctx.function, ctx.call = lazy, function, call
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if not ctx.lazy._form.head.fate.watched:
+            return grad, None, None, None
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            logits = ctx.lazy.real_logits("hook")
+            loss = ctx.function(**ctx.call | {"input": logits})
+            (gradient,) = torch.autograd.grad(loss, logits, grad.to(loss.dtype), create_graph=again)
+        return None, gradient, None, None
