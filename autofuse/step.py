@@ -235,8 +235,10 @@ class TrainingStep:
         try:
             return loss_from(outputs, self.model)
         except ValueError:
-            parts = [t.float() for _, t in tensors(outputs) if t.is_floating_point()]
-            return torch.stack([(p * torch.cos(p.detach() * 3.0)).mean() for p in parts]).sum()
+            return sum(
+                (_distance(t) for _, t in tensors(outputs) if t.is_floating_point()),
+                torch.zeros((), device=self._device),
+            )
 
     def backward(self, loss: Tensor) -> None:
         """The backward of one micro-batch's loss, scaled where fp16 needs it.
@@ -308,9 +310,8 @@ class TrainingStep:
 
     def _optimizer_step(self, optimizers: Sequence[Optimizer], factor: float, finite: bool) -> bool:
         scaler, clip = self._settings.active_scaler, self._loop.clip_grad_norm
-        parameters = [
-            p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
-        ]
+        held = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        parameters = [p for p in (held or self.model.parameters()) if p.grad is not None]
         if not parameters:
             return False
         if scaler is not None and (clip is not None or factor != 1 or not finite):
@@ -350,7 +351,7 @@ class TrainingStep:
             step()
         except Exception as error:
             patch.undo()
-            optimizer.step()  # without the scaler, which counts this step as made; still the user's own error
+            step()  # an error of the user's own comes out here
             patch.reject(f"it failed in step {self._counters.steps + 1}: {type(error).__name__}: {error}")
 
     def _zero_grad(self, optimizers: Sequence[Optimizer]) -> None:
@@ -484,6 +485,12 @@ class TrainingStep:
                 patch.undo()
                 patch.reject(decision["reason"])
         self._proved = True
+
+
+def _distance(output: Tensor) -> Tensor:
+    """The mean square distance of an output from a fixed pattern: positive, and sensitive everywhere."""
+    pattern = torch.arange(float(output.numel()), device=output.device).cos_().view(output.shape)
+    return (output.float() - pattern).square().mean()
 
 
 def _finite(loss: Tensor) -> Callable[[], bool]:
