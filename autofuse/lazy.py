@@ -4,7 +4,7 @@ A loss does not need them (`autofuse.functional.linear_cross_entropy`), so while
 layer returns this stand-in of the same shape, dtype, device and autograd history. It works at two
 levels:
 
-* *Below* autograd (``__torch_dispatch__``) an operation on it either stays lazy, which `_LAZY` lists,
+* *Below* autograd (``__torch_dispatch__``) an operation on it either stays lazy (`autofuse.lazy_ops`),
   or is run on the real logits, built then, once. Autograd sees ordinary operations with ordinary
   nodes, so whatever happens to a stand-in, its gradients are right.
 * *Above* autograd (``__torch_function__``) `F.cross_entropy` and `F.nll_loss` of a stand-in become
@@ -18,7 +18,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autofuse.functional.linear_cross_entropy import linear_cross_entropy, product_dtype
+from autofuse.lazy_ops import LAZY, Form, as_indices, derive
 
 __all__ = ["Fate", "LazyLogits", "is_built", "lazy_linear", "materialize"]
 
@@ -143,7 +144,7 @@ class _LazyLinear(torch.autograd.Function):
         ctx.dtype = head.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         like = torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=head.dtype, device="meta")
-        return LazyLogits(head.value, _Form(head), like)
+        return LazyLogits(head.value, Form(head), like)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -160,61 +161,21 @@ class _LazyLinear(torch.autograd.Function):
         return None, to_hidden, to_weight, rows.sum(0).to(ctx.bias_dtype) if need_bias else None
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How a stand-in follows from its head: ``maps(linear(rows(hidden)))``, its classes in ``classes``.
-
-    Args:
-        rows: what was done to the leading dimensions, on (..., H) as on (..., V).
-        maps: elementwise operations, with their tensors, on logits whose classes are last.
-        tensors: the tensors that the maps take, in order, with their versions.
-        classes: the dimension that the classes are in, of ``dim`` dimensions.
-        normalized: log_softmax was the last map.
-    """
-
-    head: _Head
-    rows: tuple[Callable[[Tensor], Tensor], ...] = ()
-    maps: tuple[Callable[[Tensor, list[Tensor]], Tensor], ...] = ()
-    tensors: tuple[tuple[Tensor, int], ...] = ()
-    classes: int | None = None  # None: the last
-    normalized: bool = False
-
-    def hidden(self) -> Tensor:
-        """The hidden states, with their history, arranged as the stand-in's rows."""
-        return functools.reduce(lambda x, function: function(x), self.rows, self.head.hidden)
-
-    def epilogue(self) -> Callable[..., Tensor] | None:
-        if not self.maps:
-            return None
-
-        def run(logits: Tensor, *tensors: Tensor) -> Tensor:
-            left = [*tensors]
-            return functools.reduce(lambda x, function: function(x, left), self.maps, logits)
-
-        return run
-
-    def unchanged(self) -> bool:
-        return self.head.unchanged() and all(x._version == version for x, version in self.tensors)
-
-    def class_dim(self, lazy: Tensor) -> int:
-        return lazy.dim() - 1 if self.classes is None else self.classes
-
-
 class LazyLogits(Tensor):
     """See the module's documentation. Made by `lazy_linear` only."""
 
     _value: _Value
-    _form: _Form
+    _form: Form
 
     @staticmethod
-    def __new__(cls, value: _Value, form: _Form, like: Tensor) -> LazyLogits:
+    def __new__(cls, value: _Value, form: Form, like: Tensor) -> LazyLogits:
         self = Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), dtype=like.dtype, device=form.head.hidden.device
         )
         self._value, self._form = value, form
         return self
 
-    def __init__(self, value: _Value, form: _Form, like: Tensor) -> None:
+    def __init__(self, value: _Value, form: Form, like: Tensor) -> None:
         super().__init__()
 
     def real_logits(self, reader: str) -> Tensor:
@@ -266,6 +227,30 @@ def _shield_from_compiler() -> None:
     LazyLogits.__torch_function__ = classmethod(disabled)  # type: ignore[assignment]
 
 
+def _derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The lazy result (or list of results) of ``func``, or None if it needs the numbers."""
+    at = [i for i, x in enumerate(args) if isinstance(x, LazyLogits)]
+    if func not in LAZY or len(at) != 1:
+        return None
+    lazy = args[at[0]]
+    # Numbers that are there already, or were changed in place, are the ones to go on with.
+    if lazy._form.head.value.numbers is not None or lazy._version:
+        return None
+    args = [as_indices(x) for x in args]
+    derived = derive(lazy._form, lazy, func, at[0], args, kwargs)
+    if derived is None:
+        return None
+    source = lazy._value
+
+    def build() -> Any:
+        return func(*(source() if i == at[0] else x for i, x in enumerate(args)), **kwargs)
+
+    if isinstance(derived, tuple):
+        return LazyLogits(_Value(build), *derived)
+    pieces = functools.cache(build)
+    return [LazyLogits(_Value(lambda i=i: pieces()[i]), *one) for i, one in enumerate(derived)]  # type: ignore[misc]
+
+
 def _read_by(lazy: LazyLogits, reader: str) -> None:
     fate = lazy._form.head.fate
     fate.materialized_by = fate.materialized_by or reader
@@ -274,172 +259,6 @@ def _read_by(lazy: LazyLogits, reader: str) -> None:
 def _returned(func: Any, args: Sequence[Any], real_args: Sequence[Any], out: Any) -> Any:
     """An in-place operation returns the tensor that it was given, not the numbers behind it."""
     return next((a for a, real in zip(args, real_args, strict=True) if real is out), out)
-
-
-# --- what stays lazy ---------------------------------------------------------------------------
-
-_Handler = Callable[..., _Form | None]
-_LAZY: dict[Any, _Handler] = {}
-
-
-def _stays_lazy(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Registers ``handler(lazy, out, *args, **kwargs) -> the result's form``, or None if it cannot.
-
-    ``out`` is the result on the meta device; ``args`` are the operation's without the stand-in.
-    """
-
-    def register(handler: _Handler) -> _Handler:
-        _LAZY.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
-
-
-def _derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """The lazy result of ``func``, or None if it needs the numbers."""
-    handler = _LAZY.get(func)
-    at = [i for i, x in enumerate(args) if isinstance(x, LazyLogits)]
-    if handler is None or len(at) != 1:
-        return None
-    lazy = args[at[0]]
-    # Numbers that are there already, or were changed in place, are the ones to go on with.
-    if lazy._form.head.value.numbers is not None or lazy._version:
-        return None
-    args = [_as_indices(x) for x in args]
-    out = func(*(_meta(x) for x in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
-    others = [x for i, x in enumerate(args) if i != at[0]]
-    if handler is _elementwise:
-        others = [func, at[0], *others]
-    form = handler(lazy, out, *others, **kwargs)
-    if form is None:
-        return None
-    source = lazy._value
-    return LazyLogits(
-        _Value(lambda: func(*(source() if i == at[0] else x for i, x in enumerate(args)), **kwargs)),
-        form,
-        out,
-    )
-
-
-def _meta(x: Any) -> Any:
-    """The shape of it."""
-    if isinstance(x, (list, tuple)):
-        return [_meta(item) for item in x]
-    if not isinstance(x, Tensor):
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _as_indices(x: Any) -> Any:
-    """A list of index tensors with masks written out, so that shapes follow from shapes."""
-    if not isinstance(x, (list, tuple)) or not any(isinstance(i, Tensor) for i in x):
-        return x
-    out: list[Tensor | None] = []
-    for i in x:
-        mask = i is not None and i.dtype in (torch.bool, torch.uint8)
-        out += i.nonzero().unbind(1) if mask else [i]
-    return out
-
-
-def _classes_last(lazy: LazyLogits) -> bool:
-    return lazy._form.class_dim(lazy) == lazy.dim() - 1
-
-
-def _with_rows(lazy: LazyLogits, function: Callable[[Tensor], Tensor]) -> _Form | None:
-    form = lazy._form
-    return replace(form, rows=(*form.rows, function)) if _classes_last(lazy) else None
-
-
-@_stays_lazy(aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh.default)
-def _same(lazy: LazyLogits, out: Tensor, **kwargs: Any) -> _Form | None:
-    return lazy._form
-
-
-@_stays_lazy(aten._to_copy.default)
-def _to_copy(lazy: LazyLogits, out: Tensor, **kwargs: Any) -> _Form | None:
-    same_device = kwargs.get("device") in (None, lazy.device)
-    return lazy._form if same_device and out.is_floating_point() else None
-
-
-@_stays_lazy(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(lazy: LazyLogits, out: Tensor, size: Sequence[int]) -> _Form | None:
-    if out.shape[-1:] != lazy.shape[-1:]:
-        return None
-    leading = out.shape[:-1]
-    return _with_rows(lazy, lambda h: h.reshape(*leading, h.shape[-1]))
-
-
-@_stays_lazy(aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.unsqueeze.default)
-def _along(lazy: LazyLogits, out: Tensor, dim: int = 0, *args: Any) -> _Form | None:
-    function = {1: torch.index_select}.get(len(args)) if args and isinstance(args[0], Tensor) else None
-    place = dim % (lazy.dim() if out.dim() <= lazy.dim() else lazy.dim() + 1)
-    if place >= lazy.dim() - (out.dim() <= lazy.dim()):
-        return None  # along the classes, or behind them
-    if function is not None:
-        return _with_rows(lazy, lambda h: h.index_select(place, args[0]))
-    if out.dim() > lazy.dim():
-        return _with_rows(lazy, lambda h: h.unsqueeze(place))
-    if out.dim() < lazy.dim():
-        return _with_rows(lazy, lambda h: h.select(place, *args))
-    return _with_rows(lazy, lambda h: aten.slice.Tensor(h, place, *args))
-
-
-@_stays_lazy(aten.index.Tensor)
-def _index(lazy: LazyLogits, out: Tensor, indices: Sequence[Tensor | None]) -> _Form | None:
-    if len(indices) >= lazy.dim() or out.shape[-1] != lazy.shape[-1]:
-        return None
-    return _with_rows(lazy, lambda h: aten.index.Tensor(h, [*indices]))
-
-
-@_stays_lazy(aten.transpose.int, aten.permute.default, aten.t.default)
-def _permute(lazy: LazyLogits, out: Tensor, *args: Any) -> _Form | None:
-    n = lazy.dim()
-    order = [*range(n)]
-    if len(args) == 1:
-        order = [d % n for d in args[0]]
-    else:
-        a, b = (d % n for d in (args or (0, 1)))
-        order[a], order[b] = order[b], order[a]
-    classes = lazy._form.class_dim(lazy)
-    rows = [d - (d > classes) for d in order if d != classes]
-    form, place = lazy._form, order.index(classes)
-    rows_too = (*form.rows, lambda h: h.permute(*rows, h.dim() - 1))
-    return replace(form, rows=rows_too, classes=None if place == n - 1 else place)
-
-
-@_stays_lazy(
-    *(getattr(getattr(aten, op), of) for op in ("mul", "div", "add", "sub") for of in ("Tensor", "Scalar")),
-    aten.tanh.default,
-    aten.neg.default,
-)
-def _elementwise(
-    lazy: LazyLogits, out: Tensor, func: Any, at: int, *others: Any, **kwargs: Any
-) -> _Form | None:
-    """Arithmetic with numbers, and with tensors that are the same for every row."""
-    form, tensors = lazy._form, [x for x in others if isinstance(x, Tensor)]
-    plain = all(_for_every_row(x, lazy) for x in tensors) and out.is_floating_point()
-    if form.normalized or not plain or out.shape != lazy.shape:
-        return None
-
-    def run(x: Tensor, left: list[Tensor]) -> Tensor:
-        args = [left.pop(0).to(x.device) if isinstance(other, Tensor) else other for other in others]
-        return func(*args[:at], x, *args[at:], **kwargs)
-
-    kept = tuple((x, x._version) for x in tensors)
-    return replace(form, maps=(*form.maps, run), tensors=form.tensors + kept)
-
-
-def _for_every_row(x: Tensor, lazy: LazyLogits) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and (
-        x.dim() == 0 or (x.dim() == 1 and x.shape[0] in (1, lazy.shape[-1]) and _classes_last(lazy))
-    )
-
-
-@_stays_lazy(aten._log_softmax.default)
-def _log_softmax(lazy: LazyLogits, out: Tensor, dim: int, half_to_float: bool) -> _Form | None:
-    form = lazy._form
-    same = dim % lazy.dim() == form.class_dim(lazy) and not form.normalized
-    return replace(form, normalized=True) if same else None
 
 
 # --- the losses --------------------------------------------------------------------------------
@@ -530,7 +349,7 @@ def _fusable(lazy: Any, normalized: bool) -> bool:
     built = form.head.value.numbers is not None
     return (
         form.normalized == normalized
-        and form.class_dim(lazy) == 1
+        and form.class_dim(lazy.dim()) == 1
         and not (built or fate.watched or lazy._version)
         and form.unchanged()
         and _lineage_is_plain(lazy.grad_fn)

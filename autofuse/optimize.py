@@ -99,6 +99,11 @@ def optimize(
     _check_choice("precision", precision, PRECISIONS)
     _check_choice("compile", compile, (True, False, "auto"))
     _check_choice("on_nonfinite", on_nonfinite, ("report", "raise"))
+    for argument, function in (("loss_fn", loss_fn), ("forward", forward)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{argument} must be a function, not {type(function).__name__}")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"clip_grad_norm must be a positive number, not {clip_grad_norm!r}")
     loop = Loop(loss_fn, forward, _schedulers(scheduler), _window(accumulate), clip_grad_norm, on_nonfinite)
     saved = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     settings = Settings()
@@ -190,7 +195,7 @@ def _check_model(model: Any) -> None:
 def _optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
     if optimizer is None:
         return ()
-    several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    several = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
     parameters = {id(p) for p in model.parameters()}
     for index, each in enumerate(several):
         if not isinstance(each, Optimizer):

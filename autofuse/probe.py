@@ -13,6 +13,7 @@ import inspect
 import random
 import sys
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -106,6 +107,7 @@ def quiet() -> Iterator[None]:
     try:
         with (
             random_state(),
+            warnings.catch_warnings(action="ignore"),  # PyTorch's, of inputs that are ours
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),
             torch.enable_grad(),

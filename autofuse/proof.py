@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autofuse.probe import random_state
 
-__all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace"]
+__all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace", "widened"]
 
 LOSS_TOLERANCE = 1e-5
 LOSS_ROUNDING = 1e-7  # a loss that cancels to nearly nothing (a WGAN's) has the rounding of its terms
 GRADIENT_TOLERANCE = 1e-4
 LOW_PRECISION_FACTOR = 1.5
+_NARROW = (torch.bfloat16, torch.float16)
 _INTERNAL = frozenset(vars(nn.Module()))  # what nn.Module keeps itself: parameters, hooks and so on
 _OURS = {"_compiled_call_impl"}  # a compiled module may give itself up while it is proved
 
@@ -39,6 +41,11 @@ class Outcome:
     loss: float
     gradients: list[Tensor | None]
     seconds: float
+
+    @property
+    def says_something(self) -> bool:
+        """False for a loss that is not finite and for gradients that are all zero: anything equals it."""
+        return _kind(self.loss) == "finite" and any(g is not None and bool(g.any()) for g in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,6 @@ def evaluate(loss_of: Callable[[], Tensor], model: nn.Module, parameters: Sequen
     with no_trace(model), local():
         start = time.perf_counter()
         loss = loss_of()
-        if not loss.requires_grad:
-            return Outcome(float(loss), [None] * len(parameters), time.perf_counter() - start)
         try:
             gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:
@@ -144,6 +149,36 @@ def _by_backward(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tenso
 def _synchronize(loss: Tensor) -> None:
     if loss.device.type == "cuda":
         torch.cuda.synchronize(loss.device)
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """A model in bf16 or fp16 computes in float32 inside: the same parameters, exactly the same values.
+
+    >>> model = nn.Linear(2, 2).bfloat16()
+    >>> with widened(model):
+    ...     print(model(torch.ones(1, 2, dtype=torch.bfloat16)).dtype)
+    torch.float32
+    >>> model.weight.dtype
+    torch.bfloat16
+    """
+    narrow = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in _NARROW]
+    saved = [(t, t.data) for t in narrow]
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: tree_map(_widen, (args, kwargs)), with_kwargs=True
+    )
+    try:
+        for tensor in narrow:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        hook.remove()
+        for tensor, data in saved:
+            tensor.data = data
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 
 @contextmanager

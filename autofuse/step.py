@@ -44,6 +44,11 @@ class _Window:
     replay: list[tuple[tuple[Any, ...], RandomState | None]] = field(default_factory=list)
 
     @property
+    def torn(self) -> bool:
+        """Whether a backward began and did not end: the gradients are not those of whole micro-batches."""
+        return len(self.finite) < len(self.weights)
+
+    @property
     def reference(self) -> int:
         """The first weight that counts: the scale in which the window's gradients are summed."""
         return next((w for w in self.weights if w), 1)
@@ -165,39 +170,46 @@ class TrainingStep:
                 continue
             for innocent in reversed(undone[:-1]):
                 self._apply_or_reject(innocent)
-            patch.reject(
-                f"it failed in batch {self._counters.micro_batches}: {type(error).__name__}: {error}"
-            )
+            patch.reject(f"it failed in batch {self._counters.micro_batches}: {_first_line(error)}")
             return result
         for patch in reversed(undone):  # it fails without any patch: the error is the user's own
             self._apply_or_reject(patch)
-        self._zero_grad(self.optimizers)
-        self._window = _Window()
+        self._forget_last()
         raise error
 
     def _forget_last(self) -> None:
         """Take the micro-batch that failed out of the window."""
         window = self._window
         window.replay.pop()
-        self._counters.micro_batches -= len(window.weights) - len(window.replay)
-        del window.weights[len(window.replay) :], window.finite[len(window.replay) :]
+        if not window.torn and len(window.weights) == len(window.replay):
+            return
+        if window.replay:
+            self._replay_all()
+        else:
+            self._counters.micro_batches -= len(window.weights)
+            self._zero_grad(self.optimizers)
+            self._window = _Window()
 
     def _replay(self) -> tuple[Tensor, Any]:
-        """All micro-batches of the window again, from no gradient, with the same random numbers."""
-        window, self._window = self._window, _Window()
-        counted = self._counters.micro_batches
+        """The last micro-batch again with its random numbers; if gradients of it may be there already,
+        the whole window again, from no gradient."""
+        if self._window.torn or len(self._window.weights) != len(self._window.replay) - 1:
+            return self._replay_all()
+        batch, random = self._window.replay[-1]
+        if random is not None:
+            random.restore()
+        return self._forward_backward(batch)
+
+    def _replay_all(self) -> tuple[Tensor, Any]:
+        window = self._window
         self._counters.micro_batches -= len(window.weights)
+        window.weights, window.finite = [], []
         self._zero_grad(self.optimizers)
-        try:
-            for batch, random in window.replay:
-                if random is not None:
-                    random.restore()
-                result = self._forward_backward(batch)
-            self._window.replay = window.replay
-            return result
-        except Exception:
-            self._window, self._counters.micro_batches = window, counted
-            raise
+        for batch, random in window.replay:
+            if random is not None:
+                random.restore()
+            result = self._forward_backward(batch)
+        return result
 
     # --- the step in pieces ----------------------------------------------------------------------
 
@@ -247,15 +259,15 @@ class TrainingStep:
         """
         self._counters.micro_batches += 1
         weight = self._weight(loss)
+        finite = _finite(loss)
         self._window.weights.append(weight)
-        self._window.finite.append(_finite(loss))
-        if weight == 0:
-            return  # all labels are ignored: exactly nothing is added to the gradient
-        share = weight / (self._window.reference * self._loop.accumulate)
-        scaled = loss if share == 1 else loss * share
-        scaler = self._settings.active_scaler
-        with step_autocast(self._settings.autocast_dtype):
-            (scaled if scaler is None else scaler.scale(scaled)).backward()
+        if weight != 0:  # else all labels are ignored: exactly nothing is added to the gradient
+            share = weight / (self._window.reference * self._loop.accumulate)
+            scaled = loss if share == 1 else loss * share
+            scaler = self._settings.active_scaler
+            with step_autocast(self._settings.autocast_dtype):
+                (scaled if scaler is None else scaler.scale(scaled)).backward()
+        self._window.finite.append(finite)
 
     def _weight(self, loss: Tensor) -> int:
         """How much a micro-batch counts: its labels where the loss is a mean over them, else 1."""
@@ -311,15 +323,15 @@ class TrainingStep:
     def _optimizer_step(self, optimizers: Sequence[Optimizer], factor: float, finite: bool) -> bool:
         scaler, clip = self._settings.active_scaler, self._loop.clip_grad_norm
         held = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        parameters = [p for p in (held or self.model.parameters()) if p.grad is not None]
+        parameters: list[Any] = [p for p in (held or self.model.parameters()) if p.grad is not None]
         if not parameters:
             return False
         if scaler is not None and (clip is not None or factor != 1 or not finite):
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if factor != 1:
-            for p in parameters:
-                p.grad.mul_(factor)
+            for gradient in (p.grad for p in parameters):
+                gradient.mul_(factor)
         if clip is not None and finite:
             norm = nn.utils.clip_grad_norm_(parameters, clip)
             finite = bool(torch.isfinite(norm))
@@ -342,7 +354,7 @@ class TrainingStep:
 
     def _step_one(self, optimizer: Optimizer) -> None:
         scaler = self._settings.active_scaler
-        step = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
+        step = (lambda: optimizer.step()) if scaler is None else (lambda: scaler.step(optimizer))
         patch = self._plan.patches.get("optimizer")
         if patch is None or not patch.applied:
             step()
@@ -379,6 +391,11 @@ class TrainingStep:
     def _patches(self) -> list[Patch]:
         return list(self._plan.patches.values())
 
+    def _precision(self) -> torch.dtype:
+        """The dtype in which the step computes: autocast's, or that of a model in bf16 or fp16."""
+        narrow = {p.dtype for p in self.model.parameters()} & {torch.bfloat16, torch.float16}
+        return self._settings.autocast_dtype or next(iter(narrow), torch.float32)
+
     def _apply(self, patch: Patch) -> None:
         transaction = patch.apply()
         if transaction is not None:
@@ -402,13 +419,7 @@ class TrainingStep:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         extra = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
         parameters += list(extra - set(parameters))
-        prover = Prover(
-            self.model,
-            parameters,
-            loss_of,
-            self._apply,
-            lambda: self._settings.autocast_dtype or torch.float32,
-        )
+        prover = Prover(self.model, parameters, loss_of, self._apply, self._precision)
         applied = [p for p in patches if p.applied]
         for patch in reversed(applied):
             patch.undo()
@@ -417,6 +428,8 @@ class TrainingStep:
                 reference = prover.reference()
             self._rule = watch.rule(reference.loss, batch)
             if patches:
+                if not reference.says_something:
+                    return  # unpatched for this batch, and proved on the next
                 prover.prove(patches, reference)
         except Unprovable as reason:
             for patch in patches:
@@ -485,6 +498,10 @@ class TrainingStep:
                 patch.undo()
                 patch.reject(decision["reason"])
         self._proved = True
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(f"{type(error).__name__}: {error}".splitlines()))
 
 
 def _distance(output: Tensor) -> Tensor:

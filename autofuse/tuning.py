@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autofuse.patch import Patch, Rejected
-from autofuse.proof import Error, Outcome, compare, evaluate
+from autofuse.proof import Error, Outcome, compare, evaluate, widened
 
 __all__ = ["Prover"]
 
@@ -45,8 +45,11 @@ class Prover:
     def prove(self, patches: Sequence[Patch], reference: Outcome) -> None:
         """Apply and prove each patch in turn; what fails is undone and rejected with its reason."""
         again = self._evaluate()
-        drift = compare(reference, again)
-        seconds = again.seconds
+        drift, seconds = compare(reference, again), again.seconds
+        if self._precision() != torch.float32:  # a narrow model is held against itself in float32
+            with widened(self._model):
+                reference = self._evaluate()
+            self._own = compare(reference, again)
         for patch in patches:
             if not patch.accepted:
                 continue

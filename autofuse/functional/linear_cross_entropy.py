@@ -16,51 +16,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autofuse.functional.cross_entropy_rows import Epilogue, Loss, Rows
+
 if TYPE_CHECKING:
     from autofuse.hardware import Hardware
 
 __all__ = ["PROVIDERS", "choose", "linear_cross_entropy", "reference"]
 
-Epilogue = Callable[..., Tensor]
-
 # Bytes of a chunk of logits. On CPUs the products set it, not the cache: with 50,257 classes, 1024
-# rows in chunks of 64, 128, 256, 512 take 1292, 950, 866, 858 ms; a chunk reads the whole weight.
+# rows in chunks of 64, 128, 256, 512 take 1292, 950, 866, 858 ms; a chunk reads the whole weight. What
+# is done row by row is done on an eighth of it at a time, which the cache holds.
 CHUNK_BYTES = 128 << 20
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What `F.cross_entropy` takes beside its input, with the class dimension last.
-
-    Args:
-        target: labels (n,), or probabilities (n, V).
-        class_weight: (V,), or None.
-        reduction, ignore_index, label_smoothing: as in `F.cross_entropy`.
-        epilogue: what is done to the logits before the loss: ``epilogue(logits, *tensors)``, elementwise
-            or with a tensor along the classes; or None.
-        dtype: of the product.
-        chunk: rows at a time; chosen from the shape if None.
-    """
-
-    target: Tensor
-    class_weight: Tensor | None = None
-    reduction: str = "mean"
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    epilogue: Epilogue | None = None
-    dtype: torch.dtype = torch.float32
-    chunk: int | None = None
-
-    @property
-    def wide(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
 
 
 class Inputs(NamedTuple):
@@ -151,125 +124,6 @@ def reference(inputs: Inputs, loss: Loss) -> Tensor:
         )
 
 
-# --- the targets: losses and gradients of a chunk ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """Rows whose target is one class each. ``scale`` is a factor of each row's loss."""
-
-    labels: Tensor
-    weight: Tensor | None
-    smoothing: float
-    classes: int
-
-    @property
-    def scale(self) -> Tensor | None:
-        return None if self.weight is None or self.smoothing else self.weight[self.labels]
-
-    def _masses(self, rows: slice, like: Tensor) -> tuple[Tensor, Tensor | float]:
-        """(mass at the label, mass at every class), for a smoothed target."""
-        uniform = self.smoothing / self.classes
-        if self.weight is None:
-            return like.new_full((rows.stop - rows.start, 1), 1 - self.smoothing), uniform
-        return (1 - self.smoothing) * self.weight[self.labels[rows], None], uniform * self.weight
-
-    def losses(self, logp: Tensor, rows: slice) -> Tensor:
-        at_label = logp.gather(1, self.labels[rows, None])[:, 0]
-        if not self.smoothing:
-            return -at_label
-        mass, uniform = self._masses(rows, logp)
-        everywhere = logp @ uniform if isinstance(uniform, Tensor) else logp.sum(1) * uniform
-        return -(mass[:, 0] * at_label + everywhere)
-
-    def gradient_(self, p: Tensor, rows: slice) -> Tensor:
-        labels = self.labels[rows, None]
-        if not self.smoothing:
-            return p.scatter_add_(1, labels, p.new_full(labels.shape, -1.0))
-        mass, uniform = self._masses(rows, p)
-        total = uniform.sum() if isinstance(uniform, Tensor) else self.smoothing
-        return p.mul_(mass + total).sub_(uniform).scatter_add_(1, labels, -mass)
-
-
-@dataclass(frozen=True)
-class _Probabilities:
-    """Rows whose target is a distribution."""
-
-    target: Tensor
-    weight: Tensor | None
-    smoothing: float
-    classes: int
-    scale: Tensor | None = None
-
-    def _masses(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        masses = self.target[rows].to(dtype)
-        if self.smoothing:
-            masses = masses * (1 - self.smoothing) + self.smoothing / self.classes
-        return masses if self.weight is None else masses * self.weight
-
-    def losses(self, logp: Tensor, rows: slice) -> Tensor:
-        return -torch.linalg.vecdot(self._masses(rows, logp.dtype), logp)
-
-    def gradient_(self, p: Tensor, rows: slice) -> Tensor:
-        masses = self._masses(rows, p.dtype)
-        return p.mul_(masses.sum(1, keepdim=True)).sub_(masses)
-
-
-# --- the rows that are computed ----------------------------------------------------------------
-
-
-class _Rows:
-    """Which of a loss's rows are computed, and how their losses are joined."""
-
-    def __init__(self, loss: Loss, classes: int) -> None:
-        self.loss, self.n = loss, loss.target.shape[0]
-        self.used: Tensor | None = None  # the rows that are computed, where not all are
-        self.target: _Labels | _Probabilities
-        weight = None if loss.class_weight is None else loss.class_weight.detach().to(loss.wide)
-        if loss.target.is_floating_point():
-            if loss.ignore_index >= 0:
-                raise RuntimeError("ignore_index is not supported for floating point target")
-            self.target = _Probabilities(loss.target.detach(), weight, loss.label_smoothing, classes)
-            return
-        labels = loss.target.long()
-        used = (labels != loss.ignore_index).nonzero()[:, 0]
-        if len(used) < self.n:
-            self.used, labels = used, labels[used]
-        if labels.device.type == "cpu" and len(labels):
-            low, high = (int(x) for x in labels.aminmax())
-            if low < 0 or high >= classes:
-                raise IndexError(f"Target {low if low < 0 else high} is out of bounds.")
-        self.target = _Labels(labels, weight, loss.label_smoothing, classes)
-
-    def select(self, per_row: Tensor) -> Tensor:
-        return per_row if self.used is None else per_row[self.used]
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """Back to all rows; the ignored ones get exactly zero."""
-        if self.used is None:
-            return rows
-        return rows.new_zeros(self.n, *rows.shape[1:]).index_copy_(0, self.used, rows)
-
-    def denominator(self) -> Tensor:
-        """What the mean divides by: the weights of the labels, or the number of rows that count."""
-        loss, target = self.loss, self.target
-        if isinstance(target, _Labels) and target.weight is not None:
-            return target.weight[target.labels].sum()
-        count = self.n if self.used is None else len(self.used)
-        return torch.tensor(count, dtype=loss.wide, device=loss.target.device)
-
-    def coefficient(self) -> Tensor:
-        """The derivative of the joined loss by each computed row's."""
-        count = self.n if self.used is None else len(self.used)
-        one = torch.ones((), dtype=self.loss.wide, device=self.loss.target.device)
-        return (one if self.loss.reduction == "sum" else one / self.denominator()).expand(count)
-
-    def join(self, losses: Tensor) -> Tensor:
-        if self.loss.reduction == "none":
-            return self.spread(losses)
-        return losses.sum() if self.loss.reduction == "sum" else losses.sum() / self.denominator()
-
-
 # --- the chunked computation -------------------------------------------------------------------
 
 
@@ -295,7 +149,7 @@ def _slices(rows: int, chunk: int) -> Iterator[slice]:
 
 
 def _compute(
-    inputs: Inputs, loss: Loss, rows: _Rows, coefficient: Tensor | None, needs: Sequence[bool]
+    inputs: Inputs, loss: Loss, rows: Rows, coefficient: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The computed rows' losses, and the gradients of ``coefficient @ losses`` that are needed.
 
@@ -309,32 +163,36 @@ def _compute(
         w = inputs.weight.detach().to(loss.dtype)
         b = None if inputs.bias is None else inputs.bias.detach().to(loss.dtype)
         n, classes = h.shape[0], w.shape[0]
-        chunk = loss.chunk or _chunk_rows(n, classes, h.device, loss.wide)
+        chunk = loss.chunk or _chunk_rows(n, classes, h.device, loss.dtype)
+        work = max(1, min(chunk, n, _budget(h.device) // 8 // (classes * loss.wide.itemsize)))
         losses = h.new_empty(n, dtype=loss.wide)
         factor = coefficient if coefficient is None or scale is None else coefficient * scale
+        late = None if any(needs[3:]) else factor  # the tensors' gradients need it before the products
         sums = None if factor is None else _Sums(h, w, loss, chunk, needs)
         # Buffers serve every chunk: fresh pages of that size cost as much as the products.
-        product = h.new_empty(min(chunk, n), classes)
-        wide = product if loss.wide == loss.dtype else product.to(loss.wide)
+        product, spare = h.new_empty(min(chunk, n), classes), h.new_empty(work, classes, dtype=loss.wide)
         for part in _slices(n, chunk):
-            x, z = product[: part.stop - part.start], wide[: part.stop - part.start]
+            x = product[: part.stop - part.start]
             torch.mm(h[part], w.t(), out=x) if b is None else torch.addmm(b, h[part], w.t(), out=x)
-            if loss.wide != loss.dtype:
-                z.copy_(x)
-            epilogue = None
-            if loss.epilogue is not None:
-                epilogue = _Epilogue(loss.epilogue, z, inputs.tensors, needs[3:], record=sums is not None)
-                z.copy_(epilogue.out.detach())
-            _log_softmax_(z)
-            losses[part] = target.losses(z, part)
-            if sums is None or factor is None:
-                continue
-            g = target.gradient_(z.exp_(), part)
-            if epilogue is None:
-                sums.add(part, g, x, factor[part])
-            else:
-                g = sums.through(epilogue, g.mul_(factor[part, None]))
-                sums.add(part, g, x, None)
+            for piece in _slices(len(x), work):
+                at = slice(part.start + piece.start, part.start + piece.stop)
+                z = x[piece] if x.dtype == loss.wide else spare[: len(x[piece])].copy_(x[piece])
+                epilogue = None
+                if loss.epilogue is not None:
+                    epilogue = _Epilogue(loss.epilogue, z, inputs.tensors, needs[3:], record=sums is not None)
+                    z.copy_(epilogue.out.detach())
+                _log_softmax_(z)
+                losses[at] = target.losses(z, at)
+                if sums is None or factor is None:
+                    continue
+                g = target.gradient_(z.exp_(), at)
+                g = g if late is not None else g.mul_(factor[at, None])
+                g = g if epilogue is None else sums.through(epilogue, g)
+                sums.add_bias(g, late if late is None else late[at])
+                if g.data_ptr() != x[piece].data_ptr():
+                    x[piece] = g
+            if sums is not None:
+                sums.add(part, x, late if late is None else late[part])
         losses = losses if scale is None else losses * scale
         return losses, sums.finish(rows, inputs) if sums else []
 
@@ -377,21 +235,21 @@ class _Sums:
         self.tensors = [a + b for a, b in zip(self.tensors, more, strict=True)] if self.tensors else more
         return g
 
-    def add(self, part: slice, g: Tensor, spare: Tensor, factor: Tensor | None) -> None:
-        """Adds rows whose gradient is ``factor * g``; ``spare`` may be overwritten."""
-        h = self.h[part]
+    def add_bias(self, g: Tensor, factor: Tensor | None) -> None:
         if self.bias is not None:
             self.bias += g.sum(0) if factor is None else factor @ g
-        narrow = g if g.dtype == h.dtype else spare.copy_(g)
+
+    def add(self, part: slice, g: Tensor, factor: Tensor | None) -> None:
+        """Adds the rows of ``part``, whose gradient is ``factor * g``."""
         if self.hidden is not None:
             out = self.hidden[part]
-            torch.mm(narrow, self.w, out=out) if narrow is g else out.copy_(narrow @ self.w)
+            torch.mm(g, self.w, out=out) if g.dtype == out.dtype else out.copy_(g @ self.w)
             out if factor is None else out.mul_(factor[:, None])
         if self.weight is not None:
-            h, unit = _scaled(h, factor)
-            _add_product_(self.weight, narrow.t(), h, first=part.start == 0, unit=unit)
+            h, unit = _scaled(self.h[part], factor)
+            _add_product_(self.weight, g.t(), h, first=part.start == 0, unit=unit)
 
-    def finish(self, rows: _Rows, inputs: Inputs) -> list[Tensor | None]:
+    def finish(self, rows: Rows, inputs: Inputs) -> list[Tensor | None]:
         """In the inputs' dtypes and shapes."""
         found = iter(self.tensors)
         tensors = [
@@ -448,7 +306,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, *tensors)
-        ctx.loss, ctx.rows = loss, _Rows(loss, weight.shape[0])
+        ctx.loss, ctx.rows = loss, Rows(loss, weight.shape[0])
         needs = ctx.needs_input_grad[2:]
         now = recording and any(needs) and loss.reduction != "none"
         coefficient = ctx.rows.coefficient() if now else None
