@@ -74,7 +74,7 @@ def materialize(tree: Any) -> Any:
 
 def is_built(logits: Tensor) -> bool:
     """Whether these logits hold numbers: real ones, or a stand-in's that have been asked for."""
-    return not isinstance(logits, LazyLogits) or logits._form.head.value.numbers is not None
+    return not isinstance(logits, LazyLogits) or logits._form.head.numbers is not None
 
 
 # --- what the logits are made of ---------------------------------------------------------------
@@ -83,17 +83,20 @@ def is_built(logits: Tensor) -> bool:
 class _Value:
     """Numbers that are computed when they are asked for, once."""
 
-    def __init__(self, build: Callable[[], Tensor]) -> None:
-        self._build: Callable[[], Tensor] | None = build
+    def __init__(self, build: Callable[[], Tensor] | None = None) -> None:
+        self._function = build
         self.numbers: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self.numbers is None:
-            assert self._build is not None
             with torch.no_grad():
                 self.numbers = self._build()
-            self._build = None  # with what it holds
+            self._function = None  # with what it holds
         return self.numbers
+
+    def _build(self) -> Tensor:
+        assert self._function is not None
+        return self._function()
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -103,16 +106,20 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.detach()[:: max(1, rows // 16), :: max(1, columns // 4)].clone()
 
 
-class _Head:
-    """One call of the output layer: its inputs, with their history, as they were."""
+class _Head(_Value):
+    """One call of the output layer: its inputs, with their history, as they were.
+
+    It is the value of its logits itself: a cycle of references here would keep the whole graph of the
+    forward alive until the garbage collector comes by.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fate: Fate
     ) -> None:
+        super().__init__()
         self.hidden, self.weight, self.bias, self.dtype, self.fate = hidden, weight, bias, dtype, fate
         self._versions = self._current_versions()
         self._sample = _sample(weight)
-        self.value = _Value(self._build)
 
     def _current_versions(self) -> list[int]:
         return [x._version for x in (self.hidden, self.weight, self.bias) if x is not None]
@@ -144,7 +151,7 @@ class _LazyLinear(torch.autograd.Function):
         ctx.dtype = head.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         like = torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=head.dtype, device="meta")
-        return LazyLogits(head.value, Form(head), like)
+        return LazyLogits(head, Form(head), like)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -234,7 +241,7 @@ def _derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return None
     lazy = args[at[0]]
     # Numbers that are there already, or were changed in place, are the ones to go on with.
-    if lazy._form.head.value.numbers is not None or lazy._version:
+    if lazy._form.head.numbers is not None or lazy._version:
         return None
     args = [as_indices(x) for x in args]
     derived = derive(lazy._form, lazy, func, at[0], args, kwargs)
@@ -297,21 +304,13 @@ def _loss(normalized: bool, call: dict[str, Any]) -> Tensor | None:
     """The loss without the logits; None where the original must compute it."""
     lazy, target, weight = call["input"], call["target"], call["weight"]
     legacy = call["size_average"] is not None or call["reduce"] is not None
-    if (
-        legacy
-        or not _fusable(lazy, normalized)
-        or not _plain(target)
-        or not (weight is None or _plain(weight))
-    ):
+    if legacy or not (_fusable(lazy, normalized) and _plain(target) and (weight is None or _plain(weight))):
         return None
     dense = target.shape == lazy.shape and target.is_floating_point() and not normalized
     labels = target.shape == lazy.shape[:1] + lazy.shape[2:] and target.dtype in (torch.int64, torch.uint8)
-    if not (labels or (dense and call["ignore_index"] < 0)) or call["reduction"] not in (
-        "mean",
-        "sum",
-        "none",
-    ):
-        return None
+    dense = dense and call["ignore_index"] < 0
+    if not (labels or dense) or call["reduction"] not in ("mean", "sum", "none"):
+        return None  # the original says what is wrong
     form = lazy._form
     wanted = _loss_dtype(lazy.dtype, lazy.device, torch.is_autocast_enabled(lazy.device.type))
     with torch._C.DisableTorchFunctionSubclass():
@@ -346,7 +345,7 @@ def _fusable(lazy: Any, normalized: bool) -> bool:
         return False
     form = lazy._form
     fate = form.head.fate
-    built = form.head.value.numbers is not None
+    built = form.head.numbers is not None
     return (
         form.normalized == normalized
         and form.class_dim(lazy.dim()) == 1

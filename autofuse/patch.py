@@ -154,6 +154,8 @@ class Patch:
             precision. False for the changes of precision themselves.
         in_forward: the change shows in the loss and the gradients of a step, and is proved there.
             False for what acts later (the optimizer) and is proved by its patcher.
+        blames: for a change whose gradients cannot be differentiated again (``create_graph=True``):
+            whether an error that comes out of the caller's loop is of the change's making.
         timed: keep the change only if it makes the first batch's forward and backward faster.
         pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
             an unpatched step before the change is applied; it returns a `Rejected` when not.
@@ -167,6 +169,7 @@ class Patch:
         reason: str = "",
         exact: bool = True,
         in_forward: bool = True,
+        blames: Callable[[Exception], bool] | None = None,
         timed: bool = False,
         pays: Callable[[float], Rejected | None] | None = None,
     ) -> None:
@@ -175,6 +178,7 @@ class Patch:
         self.reason = reason
         self.exact = exact
         self.in_forward = in_forward
+        self.blames = blames
         self.timed = timed
         self.pays = pays
         self._change = change

@@ -91,7 +91,7 @@ class TrainingStep:
         self._counters, self._window = Counters(), _Window()
         self._rule: LabelRule | None = None
         self._seen: Any = None  # what the model was called with inside autocast()
-        self._proved = self._busy = False
+        self._proved = self._proved_some = self._busy = False
         self._notes: list[str] = []
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -219,25 +219,64 @@ class TrainingStep:
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
             if not self._proved or self._loop.accumulate > 1:
-                hook = self.model.register_forward_pre_hook(self._watch(precision), with_kwargs=True)
-                hooks.callback(hook.remove)
-            yield
+                before = self.model.register_forward_pre_hook(
+                    self._before_forward(precision), with_kwargs=True
+                )
+                hooks.callback(before.remove)
+            if not self._proved:
+                hooks.callback(self.model.register_forward_hook(self._after_forward).remove)
+            try:
+                yield
+            except Exception as error:
+                self._blame(error)
+                raise
 
-    def _watch(self, precision: ExitStack) -> Callable[..., None]:
+    def _before_forward(self, precision: ExitStack) -> Callable[..., None]:
         def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._busy:
                 return
             self._seen = kwargs
-            if not self._proved and torch.is_grad_enabled():
-                precision.close()  # the proof sets the precision itself, and may change it
-                self._busy = True
-                try:
-                    self._prove(lambda: self._stand_in_loss(args, kwargs), kwargs)
-                finally:
-                    self._busy = False
-                    self._enter_autocast(precision)
+            if self._proved or not torch.is_grad_enabled():
+                return
+            precision.close()  # the proof sets the precision itself, and may change it
+            self._busy = True
+            try:
+                self._prove(lambda: self._stand_in_loss(args, kwargs), kwargs, self._too_early())
+            finally:
+                self._busy = False
+                self._enter_autocast(precision)
 
         return hook
+
+    def _too_early(self) -> list[Patch]:
+        """The patches that wait for the first update: a backward of the caller's through a backward,
+        which they could not take, cannot be done again here, but it shows itself in `_after_forward`."""
+        begun = self._counters.steps + self._counters.skipped
+        return [] if begun else [p for p in self._patches() if p.accepted and p.blames is not None]
+
+    def _after_forward(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        for _, output in () if self._busy else tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self._on_backward)
+
+    def _on_backward(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._reject_first_order("the loop takes a backward through the backward (create_graph=True)")
+
+    def _reject_first_order(self, reason: str) -> None:
+        """Give up the patches whose gradients cannot be differentiated again."""
+        for patch in self._patches():
+            if patch.accepted and patch.blames is not None:
+                patch.undo()
+                patch.reject(reason)
+
+    def _blame(self, error: Exception) -> None:
+        """In pieces the caller's code cannot be done again here: take back the patch that broke it."""
+        for patch in self._patches():
+            if patch.applied and patch.blames is not None and patch.blames(error):
+                patch.undo()
+                patch.reject(f"it failed: {_first_line(error)}")
+                error.add_note(f"autofuse has undone {patch.name}: the same batch will run without it")
 
     def _stand_in_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The loss is computed by the caller: a smooth function of all outputs stands in for it."""
@@ -265,8 +304,13 @@ class TrainingStep:
             share = weight / (self._window.reference * self._loop.accumulate)
             scaled = loss if share == 1 else loss * share
             scaler = self._settings.active_scaler
-            with step_autocast(self._settings.autocast_dtype):
-                (scaled if scaler is None else scaler.scale(scaled)).backward()
+            try:
+                with step_autocast(self._settings.autocast_dtype):
+                    (scaled if scaler is None else scaler.scale(scaled)).backward()
+            except Exception as error:
+                if not self._window.replay:  # in pieces: the caller's forward cannot be done again here
+                    self._blame(error)
+                raise
         self._window.finite.append(finite)
 
     def _weight(self, loss: Tensor) -> int:
@@ -413,8 +457,10 @@ class TrainingStep:
         except Exception as error:
             patch.reject(f"it could not be applied: {type(error).__name__}: {error}")
 
-    def _prove(self, loss_of: Callable[[], Tensor], batch: Any) -> None:
+    def _prove(self, loss_of: Callable[[], Tensor], batch: Any, too_early: Sequence[Patch] = ()) -> None:
         """Prove the patches on the first batch. An error of the unpatched step is the user's own."""
+        if too_early and self._proved_some:
+            return
         patches = [p for p in self._patches() if p.in_forward and p.accepted]
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         extra = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
@@ -430,7 +476,7 @@ class TrainingStep:
             if patches:
                 if not reference.says_something:
                     return  # unpatched for this batch, and proved on the next
-                prover.prove(patches, reference)
+                prover.prove([p for p in patches if p not in too_early], reference)
         except Unprovable as reason:
             for patch in patches:
                 patch.undo()
@@ -439,7 +485,7 @@ class TrainingStep:
             for patch in applied:
                 self._apply_or_reject(patch)
             raise
-        self._proved = True
+        self._proved, self._proved_some = not too_early, True
         for row in self._plan.rows:
             row.error = prover.errors.get(row.name, row.error)
 
