@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autofuse.batch import LabelRule, LossWatch, check_not_empty, loss_from, loss_of_batch, tensors
+from autofuse.batch import check_not_empty, loss_from, loss_of_batch, tensors
 from autofuse.patch import Patch, Settings, Transaction
-from autofuse.plan import Plan, row_of
+from autofuse.patches import Patches, first_line
+from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import RandomState
-from autofuse.proof import Unprovable
 from autofuse.report import Counters, Report
-from autofuse.tuning import Prover
 
 __all__ = ["Loop", "TrainingStep"]
 
@@ -86,18 +86,13 @@ class TrainingStep:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
-        self._plan, self._settings, self._loop = plan, settings, loop
-        self._journal, self._undo = journal, undo
+        self._settings, self._loop, self._undo = settings, loop, undo
+        self._patches = Patches(plan, model, self.optimizers, settings, journal)
         self._counters, self._window = Counters(), _Window()
-        self._rule: LabelRule | None = None
         self._seen: Any = None  # what the model was called with inside autocast()
-        self._proved = self._proved_some = self._busy = False
-        self._notes: list[str] = []
+        self._busy = False
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
-        for patch in plan.patches.values():
-            if patch.pays is None:
-                self._apply_or_reject(patch)
 
     @property
     def optimizer(self) -> Any:
@@ -123,18 +118,15 @@ class TrainingStep:
                 the optimizer's state are as before.
         """
         check_not_empty(batch)
-        if not self._proved:
-            self._prove(lambda: self._forward(batch)[0], batch[0] if len(batch) == 1 else batch)
-        self._window.replay.append((batch, RandomState.capture() if self._can_fall_back() else None))
+        if not self._patches.proved:
+            self._patches.prove(lambda: self._forward(batch)[0], batch[0] if len(batch) == 1 else batch)
+        self._window.replay.append((batch, RandomState.capture() if self._patches.active else None))
         try:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
             loss, outputs = self._without_failing_patch(error)
         self.update()
         return (loss, outputs) if return_outputs else loss
-
-    def _can_fall_back(self) -> bool:
-        return any(patch.applied and patch.in_forward for patch in self._plan.patches.values())
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
         shrink, restore = self._settings.shrink, None
@@ -156,7 +148,7 @@ class TrainingStep:
 
     def _without_failing_patch(self, error: Exception) -> tuple[Tensor, Any]:
         """Do the window again with one patch less at a time; the user's own error comes out."""
-        active = [p for p in self._patches() if p.applied and p.in_forward]
+        active = self._patches.active
         if not active:
             self._forget_last()
             raise error
@@ -169,11 +161,11 @@ class TrainingStep:
             except Exception:
                 continue
             for innocent in reversed(undone[:-1]):
-                self._apply_or_reject(innocent)
-            patch.reject(f"it failed in batch {self._counters.micro_batches}: {_first_line(error)}")
+                self._patches.apply_or_reject(innocent)
+            patch.reject(f"it failed in batch {self._counters.micro_batches}: {first_line(error)}")
             return result
         for patch in reversed(undone):  # it fails without any patch: the error is the user's own
-            self._apply_or_reject(patch)
+            self._patches.apply_or_reject(patch)
         self._forget_last()
         raise error
 
@@ -218,17 +210,17 @@ class TrainingStep:
         """The context of the forward. The first model call inside it is where the patches are proved."""
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
-            if not self._proved or self._loop.accumulate > 1:
+            if not self._patches.proved or self._loop.accumulate > 1:
                 before = self.model.register_forward_pre_hook(
                     self._before_forward(precision), with_kwargs=True
                 )
                 hooks.callback(before.remove)
-            if not self._proved:
+            if not self._patches.proved:
                 hooks.callback(self.model.register_forward_hook(self._after_forward).remove)
             try:
                 yield
             except Exception as error:
-                self._blame(error)
+                self._patches.blame(error)
                 raise
 
     def _before_forward(self, precision: ExitStack) -> Callable[..., None]:
@@ -236,12 +228,13 @@ class TrainingStep:
             if self._busy:
                 return
             self._seen = kwargs
-            if self._proved or not torch.is_grad_enabled():
+            if self._patches.proved or not torch.is_grad_enabled():
                 return
             precision.close()  # the proof sets the precision itself, and may change it
             self._busy = True
             try:
-                self._prove(lambda: self._stand_in_loss(args, kwargs), kwargs, self._too_early())
+                loss_of = functools.partial(self._stand_in_loss, args, kwargs)
+                self._patches.prove(loss_of, kwargs, without=self._too_early())
             finally:
                 self._busy = False
                 self._enter_autocast(precision)
@@ -252,7 +245,7 @@ class TrainingStep:
         """The patches that wait for the first update: a backward of the caller's through a backward,
         which they could not take, cannot be done again here, but it shows itself in `_after_forward`."""
         begun = self._counters.steps + self._counters.skipped
-        return [] if begun else [p for p in self._patches() if p.accepted and p.blames is not None]
+        return [] if begun else self._patches.first_order
 
     def _after_forward(self, model: nn.Module, args: Any, outputs: Any) -> None:
         for _, output in () if self._busy else tensors(outputs):
@@ -261,22 +254,8 @@ class TrainingStep:
 
     def _on_backward(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():
-            self._reject_first_order("the loop takes a backward through the backward (create_graph=True)")
-
-    def _reject_first_order(self, reason: str) -> None:
-        """Give up the patches whose gradients cannot be differentiated again."""
-        for patch in self._patches():
-            if patch.accepted and patch.blames is not None:
-                patch.undo()
-                patch.reject(reason)
-
-    def _blame(self, error: Exception) -> None:
-        """In pieces the caller's code cannot be done again here: take back the patch that broke it."""
-        for patch in self._patches():
-            if patch.applied and patch.blames is not None and patch.blames(error):
-                patch.undo()
-                patch.reject(f"it failed: {_first_line(error)}")
-                error.add_note(f"autofuse has undone {patch.name}: the same batch will run without it")
+            reason = "the loop takes a backward through the backward (create_graph=True)"
+            self._patches.give_up(self._patches.first_order, reason)
 
     def _stand_in_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The loss is computed by the caller: a smooth function of all outputs stands in for it."""
@@ -309,17 +288,17 @@ class TrainingStep:
                     (scaled if scaler is None else scaler.scale(scaled)).backward()
             except Exception as error:
                 if not self._window.replay:  # in pieces: the caller's forward cannot be done again here
-                    self._blame(error)
+                    self._patches.blame(error)
                 raise
         self._window.finite.append(finite)
 
     def _weight(self, loss: Tensor) -> int:
         """How much a micro-batch counts: its labels where the loss is a mean over them, else 1."""
-        if self._rule is None:
+        if self._patches.rule is None:
             return 1
         if self._loop.accumulate == 1 and bool(torch.isfinite(loss.detach())):
             return 1
-        count = self._rule.count(self._seen)
+        count = self._patches.rule.count(self._seen)
         if count is None:
             return 1
         return min(count, 1) if self._loop.accumulate == 1 else count
@@ -399,7 +378,7 @@ class TrainingStep:
     def _step_one(self, optimizer: Optimizer) -> None:
         scaler = self._settings.active_scaler
         step = (lambda: optimizer.step()) if scaler is None else (lambda: scaler.step(optimizer))
-        patch = self._plan.patches.get("optimizer")
+        patch = self._patches.get("optimizer")
         if patch is None or not patch.applied:
             step()
             return
@@ -408,7 +387,7 @@ class TrainingStep:
         except Exception as error:
             patch.undo()
             step()  # an error of the user's own comes out here
-            patch.reject(f"it failed in step {self._counters.steps + 1}: {type(error).__name__}: {error}")
+            patch.reject(f"it failed in step {self._counters.steps + 1}: {first_line(error)}")
 
     def _zero_grad(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -430,91 +409,29 @@ class TrainingStep:
         with torch.autocast(self._device.type, enabled=False), step_autocast(None):
             yield
 
-    # --- the patches -----------------------------------------------------------------------------
-
-    def _patches(self) -> list[Patch]:
-        return list(self._plan.patches.values())
-
-    def _precision(self) -> torch.dtype:
-        """The dtype in which the step computes: autocast's, or that of a model in bf16 or fp16."""
-        narrow = {p.dtype for p in self.model.parameters()} & {torch.bfloat16, torch.float16}
-        return self._settings.autocast_dtype or next(iter(narrow), torch.float32)
-
-    def _apply(self, patch: Patch) -> None:
-        transaction = patch.apply()
-        if transaction is not None:
-            self._journal[:] = [t for t in self._journal if t.open] + [transaction]
-
-    def attach(self, change: Callable[[Transaction], None]) -> None:
-        """Make a change around the step (an integration's), which `undo` takes back too."""
-        transaction = Transaction()
-        self._journal.append(transaction)
-        change(transaction)
-
-    def _apply_or_reject(self, patch: Patch) -> None:
-        try:
-            self._apply(patch)
-        except Exception as error:
-            patch.reject(f"it could not be applied: {type(error).__name__}: {error}")
-
-    def _prove(self, loss_of: Callable[[], Tensor], batch: Any, too_early: Sequence[Patch] = ()) -> None:
-        """Prove the patches on the first batch. An error of the unpatched step is the user's own."""
-        if too_early and self._proved_some:
-            return
-        patches = [p for p in self._patches() if p.in_forward and p.accepted]
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        extra = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
-        parameters += list(extra - set(parameters))
-        prover = Prover(self.model, parameters, loss_of, self._apply, self._precision)
-        applied = [p for p in patches if p.applied]
-        for patch in reversed(applied):
-            patch.undo()
-        try:
-            with LossWatch() as watch:
-                reference = prover.reference()
-            self._rule = watch.rule(reference.loss, batch)
-            if patches:
-                if not reference.says_something:
-                    return  # unpatched for this batch, and proved on the next
-                prover.prove([p for p in patches if p not in too_early], reference)
-        except Unprovable as reason:
-            for patch in patches:
-                patch.undo()
-                patch.reject(f"it cannot be proved: {reason}")
-        except Exception:
-            for patch in applied:
-                self._apply_or_reject(patch)
-            raise
-        self._proved, self._proved_some = not too_early, True
-        for row in self._plan.rows:
-            row.error = prover.errors.get(row.name, row.error)
-
     # --- what is said of it ----------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """What is planned or done: it can be saved, and given to ``optimize(..., plan=...)``."""
-        for index, row in enumerate(self._plan.rows):
-            patch = self._plan.patches.get(row.name)
-            if patch is not None:
-                new = row_of(patch, "kept" if self._proved or not patch.in_forward else "planned")
-                new.error, new.before_ms, new.after_ms = row.error, row.before_ms, row.after_ms
-                self._plan.rows[index] = new
-        return self._plan
+        return self._patches.plan
 
     @property
     def report(self) -> Report:
         """What was done to the step, and what happened in it."""
         plan = self.plan
-        notes = ([plan.note] if plan.note else []) + self._notes
-        return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, self._proved)
+        notes = [plan.note] if plan.note else []
+        return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, self._patches.proved)
 
     def undo(self) -> None:
         """Restore every class, attribute, flag and backend setting; the step goes on as a plain one."""
         self._undo()
-        for patch in self._patches():
-            patch.reject("undone")
-        self._proved = True
+        self._patches.give_up(list(self._patches), "undone")
+        self._patches.proved = True
+
+    def attach(self, change: Callable[[Transaction], None]) -> None:
+        """Make a change around the step (an integration's), which `undo` takes back too."""
+        self._patches.change(change)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the counters and the decisions; plain types and tensors."""
@@ -522,9 +439,9 @@ class TrainingStep:
         return {
             "scaler": None if scaler is None else scaler.state_dict(),
             "counters": dict(vars(self._counters)),
-            "decisions": {row.name: {"status": row.status, "reason": row.reason} for row in self.plan.rows},
-            "proved": self._proved,
-            "hardware": self._plan.hardware,
+            "decisions": self._patches.decisions(),
+            "proved": self._patches.proved,
+            "hardware": self.plan.hardware,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -532,22 +449,8 @@ class TrainingStep:
         if self._settings.scaler is not None and state["scaler"] is not None:
             self._settings.scaler.load_state_dict(state["scaler"])
         self._counters = Counters(**state["counters"])
-        if state["hardware"] != self._plan.hardware or not state["proved"]:
-            return
-        for patch in self._patches():
-            decision = state["decisions"].get(
-                patch.name, {"status": "rejected", "reason": "not in the state"}
-            )
-            if decision["status"] in ("kept", "planned"):
-                self._apply_or_reject(patch)
-            else:
-                patch.undo()
-                patch.reject(decision["reason"])
-        self._proved = True
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(f"{type(error).__name__}: {error}".splitlines()))
+        if state["hardware"] == self.plan.hardware and state["proved"]:
+            self._patches.take_over(state["decisions"])
 
 
 def _distance(output: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ import autofuse
 SEED = 0
 BATCH, LENGTH = 4, 256
 VOCABULARY = 12_288
+RUN = 2_000  # what is shown is the beginning of a run of so many steps: autofuse decides for the whole of it
 WARM_UP = 5  # steps that are not timed: the first one proves and compiles, some others may compile more
 FIRST, FIRST_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-4  # the promise for the first steps, and for all
 
@@ -141,9 +142,7 @@ def autofuse_step(job: Job) -> autofuse.TrainingStep:
     """The same with the one line."""
     model, optimizer, scheduler = build(job)
     precision = job.precision or "auto"
-    return autofuse.optimize(
-        model, optimizer, scheduler=scheduler, precision=precision, steps=len(job.batches)
-    )
+    return autofuse.optimize(model, optimizer, scheduler=scheduler, precision=precision, steps=RUN)
 
 
 def work(job: Job, parent: Connection) -> None:
@@ -356,7 +355,8 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     model = build(Job(None, *common))[0]
     console.print(
         f"GPT-2 of {model.num_parameters() / 1e6:.1f} M parameters ({arguments.layers} layers of "
-        f"{arguments.hidden}), {arguments.steps} steps of {BATCH}x{LENGTH} tokens, dropout 0.1, AdamW."
+        f"{arguments.hidden}), dropout 0.1, AdamW: the first {arguments.steps} of {RUN:,} steps of "
+        f"{BATCH}x{LENGTH} tokens."
     )
     yield "by hand", Job(None, *common)
     yield "autofuse", Job("fp32", *common)
@@ -366,7 +366,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns 1 where the loss curves differ by more than is promised."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=240, help="no more steps after so long")
     parser.add_argument("--layers", type=int, default=6)

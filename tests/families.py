@@ -197,7 +197,14 @@ _ALL = [
     Family(
         "mixtral", "MixtralForCausalLM", "MixtralConfig", {**DECODER, **MOE}, causal, ("attention_dropout",)
     ),
-    Family("qwen2-moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**DECODER, **QWEN_MOE}, causal),
+    Family(
+        "qwen2-moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**DECODER, **QWEN_MOE},
+        causal,
+        ("attention_dropout",),
+    ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -207,7 +214,14 @@ _ALL = [
         ("attention_dropout",),
     ),
     Family("olmo2", "Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, ("attention_dropout",)),
-    Family("cohere", "CohereForCausalLM", "CohereConfig", {**DECODER, "use_qk_norm": True}, causal),
+    Family(
+        "cohere",
+        "CohereForCausalLM",
+        "CohereConfig",
+        {**DECODER, "use_qk_norm": True},
+        causal,
+        ("attention_dropout",),
+    ),
     Family("phi3", "Phi3ForCausalLM", "Phi3Config", DECODER, causal, ("resid_pdrop", "embd_pdrop")),
     Family(
         "falcon", "FalconForCausalLM", "FalconConfig", FALCON, causal, ("hidden_dropout", "attention_dropout")

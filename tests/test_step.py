@@ -348,6 +348,7 @@ def test_state_dict_round_trip():
     assert step.report["norms"].status == "kept" and step.report.counters.steps == 5
 
 
+@pytest.mark.filterwarnings('ignore:precision="fp16"')
 def test_state_dict_can_be_saved_with_weights_only(tmp_path):
     case = CASES["rms"]
     model = case.model()
