@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autofuse.batch import check_not_empty, loss_from, loss_of_batch, tensors
+from autofuse.lazy import materialize
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
@@ -125,6 +126,8 @@ class TrainingStep:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
             loss, outputs = self._without_failing_patch(error)
+        if return_outputs:
+            outputs = materialize(outputs)  # before the weights change
         self.update()
         return (loss, outputs) if return_outputs else loss
 
