@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -172,13 +173,15 @@ class LossWatch(TorchFunctionMode):
 
     def rule(self, loss: float, batch: Any) -> LabelRule | None:
         """The rule by which a batch's labels can be counted; None if the loss is no mean over them."""
+        # Several tensors may hold the labels' values (``input_ids`` of a language model): what is
+        # called labels, or comes second in (inputs, targets), is asked first.
+        candidates = sorted(tensors(batch), key=lambda item: not _named_as_labels(item[0]))
         for value, target, ignore_index in self.seen:
-            used = target[target != ignore_index]
             if not _same(float(value), loss):
                 continue
-            for path, tensor in sorted(tensors(batch), key=lambda item: not _named_as_labels(item[0])):
-                for shifted in (False, True):
-                    if _labels_are(tensor, used, ignore_index, shifted):
+            for are_labels in (_are_exactly, _are_among):
+                for (path, tensor), shifted in itertools.product(candidates, (False, True)):
+                    if _can_be_labels(tensor, shifted) and are_labels(tensor, target, ignore_index, shifted):
                         return LabelRule(path, shifted, ignore_index)
         return None
 
@@ -188,14 +191,24 @@ def _same(a: float, b: float) -> bool:
 
 
 def _named_as_labels(path: str) -> bool:
-    """Several tensors may hold the labels' values (``input_ids`` of a language model): what is
-    called labels, or comes second in (inputs, targets), is asked first."""
     return path == "batch[1]" or any(word in path.lower() for word in ("label", "target"))
 
 
-def _labels_are(tensor: Tensor, used: Tensor, ignore_index: int, shifted: bool) -> bool:
-    if tensor.is_floating_point() or tensor.dtype == torch.bool or (shifted and tensor.dim() < 2):
-        return False
-    labels = tensor[..., 1:] if shifted else tensor
-    kept = labels[labels != ignore_index]
-    return kept.shape == used.shape and torch.equal(kept, used.to(kept.dtype))
+def _can_be_labels(tensor: Tensor, shifted: bool) -> bool:
+    return not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.dim() >= 1 + shifted
+
+
+def _are_exactly(labels: Tensor, target: Tensor, ignore_index: int, shifted: bool) -> bool:
+    """The very targets, the ignored ones in their places: a shift cuts the first column off, or fills
+    the last one with ignored labels."""
+    forms = [labels[..., 1:], F.pad(labels, (0, 1), value=ignore_index)[..., 1:]] if shifted else [labels]
+    return any(
+        f.numel() == target.numel() and torch.equal(f.flatten(), target.flatten().to(f)) for f in forms
+    )
+
+
+def _are_among(labels: Tensor, target: Tensor, ignore_index: int, shifted: bool) -> bool:
+    """The same labels without the ignored ones, for a model that selects them itself."""
+    labels = labels[..., 1:] if shifted else labels
+    kept, used = labels[labels != ignore_index], target[target != ignore_index]
+    return kept.shape == used.shape and torch.equal(kept, used.to(kept))

@@ -59,9 +59,8 @@ def find(context: Context) -> Patch | Rejected:
 
     reasons = {site.reason for site in sites if not site.accepted}
     none = not any(site.accepted for site in sites)
-    return Patch(
-        sites, apply, reason="; ".join(sorted(reasons)) if none else "the fused step is one pass over memory"
-    )
+    reason = "; ".join(sorted(reasons)) if none else "the fused step is one pass over memory"
+    return Patch(sites, apply, reason=reason, in_forward=False)
 
 
 def _find_one(
