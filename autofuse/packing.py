@@ -75,6 +75,11 @@ class Tokens:
     def length(self) -> int:
         return self.real.shape[1]
 
+    @property
+    def kind(self) -> Hashable:
+        """What the batches of a proof and of its use must have in common."""
+        return self.padding, tuple(sorted(self.dims.items()))
+
     @functools.cached_property
     def after_padding(self) -> bool:
         """Whether a label is used right after padding: a causal model predicts it from the padding."""
@@ -254,7 +259,7 @@ def _trimmed(batch: Batch, found: Tokens, start: int, stop: int) -> Change:
             output = F.pad(output, [0, 0] * (output.dim() - 1 - dim) + [start, length - stop])
         return output
 
-    kind = (found.padding, found.after_padding)
+    kind = (found.kind, found.after_padding)
     return Change("", kind, kept, length, 0, batch, after, found.real, layout, widen)
 
 
@@ -304,7 +309,7 @@ def pack(batch: Batch, found: Tokens, offsets: Iterable[int] = (0,)) -> list[Cha
     lengths, firsts, lasts = _extents(real)
     width = kept_length(max(lengths), found.length)
     bins = _first_fit(lengths, width)
-    if len(bins) * width > WORTH_PACKING * real.numel():
+    if not bins or len(bins) * width > WORTH_PACKING * real.numel():
         return []
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() and value.shape[:2] != real.shape:
@@ -381,8 +386,8 @@ def _packed(
     given = after.get("position_ids")
     positions = places.positions if given is None else given
     starts = places.positions == 0
-    if given is not None and bool(((given[:, 1:] - given[:, :-1] == 1) & starts[:, 1:]).any()):
-        return  # two sequences would look like one
+    if given is not None and not _tells_apart(given, starts, found.real.flatten()[places.source]):
+        return
     first_label = found.labels is not None and bool(((after["labels"] != IGNORED) & starts).any())
 
     def layout(a: Tensor, b: Tensor) -> tuple[int, ...]:
@@ -400,7 +405,7 @@ def _packed(
         return wide.masked_fill(padding, 0)
 
     def change(variant: str, told: Batch) -> Change:
-        kind, real = (found.padding, first_label, left), found.real
+        kind, real = (found.kind, first_label, left), found.real
         return Change(variant, kind, longest, shape[1], longest, batch, told, real, layout, widen)
 
     for offset in offsets if given is None else [0]:
@@ -410,6 +415,12 @@ def _packed(
             told["labels"] = after["labels"].masked_fill(starts, IGNORED)
         yield change(f"positions from {offset}", told)
         yield change(f"block mask and positions from {offset}", masked)
+
+
+def _tells_apart(positions: Tensor, starts: Tensor, real: Tensor) -> bool:
+    """Whether a new sequence is where the position is not the next one, and nowhere else."""
+    jumps = positions[:, 1:] - positions[:, :-1] != 1
+    return bool((~real[:, 1:] | (jumps == starts[:, 1:])).all())
 
 
 def _block_mask(segments: Tensor) -> Tensor:

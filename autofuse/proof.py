@@ -8,6 +8,7 @@ float32 may be at most 1.5 times the unpatched step's own at that precision.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -203,12 +204,15 @@ def no_trace(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists, dicts and sets among a module's own attributes, each with a copy."""
-    own = [v for k, v in vars(module).items() if k not in _INTERNAL and type(v) in (list, dict, set)]
+    """The lists, dicts and sets among a module's own attributes, and its hooks, each with a copy."""
+    kinds = (list, dict, set, OrderedDict)
+    own = [v for k, v in vars(module).items() if type(v) in kinds and (k not in _INTERNAL or "hooks" in k)]
     return [(value, value.copy()) for value in own]
 
 
 def _refill(container: Any, content: Any) -> None:
+    if len(container) == len(content) == 0:
+        return
     container.clear()
     container.extend(content) if isinstance(container, list) else container.update(content)
 

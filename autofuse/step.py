@@ -126,14 +126,15 @@ class TrainingStep:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
             loss, outputs = self._without_failing_patch(error)
-        if return_outputs:
-            outputs = materialize(outputs)  # before the weights change
+        given = materialize(outputs()) if return_outputs else None  # before the weights change
         self.update()
-        return (loss, outputs) if return_outputs else loss
+        return (loss, given) if return_outputs else loss
 
-    def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
+        """(loss, what gives the outputs): those of a batch that was shrunk are restored if asked for."""
         shrink, restore = self._settings.shrink, None
-        if shrink is not None and self._loop.forward is None and isinstance(batch[0], Mapping):
+        own_loss = self._loop.forward is None and self._loop.loss_fn is None
+        if shrink is not None and own_loss and isinstance(batch[0], Mapping):
             smaller, restore = shrink(batch[0])
             batch = (smaller, *batch[1:])
         with ExitStack() as stack:
@@ -141,15 +142,15 @@ class TrainingStep:
             loss, outputs = loss_of_batch(
                 self.model, batch, self._loop.loss_fn, self._loop.forward, self._outside_autocast
             )
-        return loss, outputs if restore is None else restore(outputs)
+        return loss, (lambda: outputs) if restore is None else functools.partial(restore, outputs)
 
-    def _forward_backward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    def _forward_backward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         loss, outputs = self._forward(batch)
         self._seen = batch[0] if len(batch) == 1 else batch
         self.backward(loss)
         return loss.detach(), outputs
 
-    def _without_failing_patch(self, error: Exception) -> tuple[Tensor, Any]:
+    def _without_failing_patch(self, error: Exception) -> tuple[Tensor, Callable[[], Any]]:
         """Do the window again with one patch less at a time; the user's own error comes out."""
         active = self._patches.active
         if not active:
@@ -185,7 +186,7 @@ class TrainingStep:
             self._zero_grad(self.optimizers)
             self._window = _Window()
 
-    def _replay(self) -> tuple[Tensor, Any]:
+    def _replay(self) -> tuple[Tensor, Callable[[], Any]]:
         """The last micro-batch again with its random numbers; if gradients of it may be there already,
         the whole window again, from no gradient."""
         if self._window.torn or len(self._window.weights) != len(self._window.replay) - 1:
@@ -195,7 +196,7 @@ class TrainingStep:
             random.restore()
         return self._forward_backward(batch)
 
-    def _replay_all(self) -> tuple[Tensor, Any]:
+    def _replay_all(self) -> tuple[Tensor, Callable[[], Any]]:
         window = self._window
         self._counters.micro_batches -= len(window.weights)
         window.weights, window.finite = [], []

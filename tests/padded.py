@@ -47,7 +47,11 @@ class Watched:
         self.plain, self.fast, self.seen = model(), model(), []
         options = {"precision": "fp32", "compile": False, "only": ["padding"], "measure": False, **options}
         self.step = autofuse.optimize(self.fast, None, **options)
-        self.fast.register_forward_pre_hook(lambda m, a, kw: self.seen.append(kw), with_kwargs=True)
+        self.fast.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module, args, kwargs):
+        if torch.is_grad_enabled():
+            self.seen.append(kwargs)
 
     def __call__(self, batch):
         """One step of both, which must agree; returns (plain outputs, outputs)."""
