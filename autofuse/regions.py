@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ __all__ = [
     "Kind",
     "Stack",
     "Strategy",
+    "eagerly",
     "find_kinds",
     "find_stacks",
     "hook_reason",
@@ -205,10 +207,25 @@ def sharded_reason(region: nn.Module) -> str | None:
     return None
 
 
+_eager = False
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled regions run their eager code inside: for a proof, whose shapes and dtypes come once."""
+    global _eager
+    before, _eager = _eager, True
+    try:
+        yield
+    finally:
+        _eager = before
+
+
 def is_plain_context() -> bool:
     """Whether ordinary tensors are computed here: no vmap, no fake tensors, no tracing, no modes."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        not _eager
+        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
     )

@@ -9,7 +9,7 @@ and the outputs of the real tokens, in float32, the first time that its kind rea
 side, the same padding value, the same use of labels beside padding, the same way of telling the
 model. A model may behave differently at other lengths (rope scaling, sliding windows, block-sparse
 attention), so a proof counts only for lengths between the shortest and the longest that it compared;
-and it is made again after 10, 100, 1000, ... uses, because a gate that starts at zero hides a
+and it is made again after 100, 1000, ... uses, because a gate that starts at zero hides a
 mistake. What fails is not done again, and the report says why.
 
 **Dropout.** With fewer tokens a model draws fewer random numbers, so that this step's dropout masks
@@ -39,7 +39,7 @@ from autofuse.packing import Change, decoder_tokens, pack, tokens, trim_left, tr
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.probe import RandomState
 from autofuse.proof import GRADIENT_TOLERANCE, Outcome, Unprovable, compare, evaluate, no_trace
-from autofuse.regions import sharded_reason
+from autofuse.regions import eagerly, sharded_reason
 
 __all__ = ["find", "order"]
 
@@ -201,7 +201,7 @@ class _Shrinker:
         key = self._key(name, change)
         proved = self._proved.setdefault(key, _Proved())
         uses = self._uses[name] = self._uses.get(name, 0) + 1
-        again = uses >= 10 and str(uses).strip("0") == "1"
+        again = uses >= 100 and str(uses).strip("0") == "1"
         if proved.covers(change) and not again:
             return None
         try:
@@ -217,7 +217,7 @@ class _Shrinker:
         return name, change.variant, change.kind, self._model.training, tuple(sorted(change.before))
 
     def _prove(self, key: Hashable, change: Change, timed: bool) -> str | None:
-        with _full_precision(self._model):
+        with _full_precision(self._model), eagerly():
             a, outputs, random = self._run(change.before)
             b, smaller, smaller_random = self._run(change.after)
             if not _same_state(random, smaller_random):
