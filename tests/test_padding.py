@@ -364,7 +364,7 @@ def test_a_proof_is_made_again():
     assert watched.shape == (6, 32)
     with torch.no_grad():
         watched.plain.gate.fill_(1.0), watched.fast.gate.fill_(1.0)
-    for _ in range(7):
+    for _ in range(97):
         watched.step(batch)
     assert watched.shape == (6, WIDTH) and not watched.sites()["right"]
     watched(batch)
