@@ -91,7 +91,7 @@ class TrainingStep:
         self._patches = Patches(plan, model, self.optimizers, settings, journal)
         self._counters, self._window = Counters(), _Window()
         self._seen: Any = None  # what the model was called with inside autocast()
-        self._busy = False
+        self._busy = self._wants_outputs = False
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
 
@@ -121,6 +121,7 @@ class TrainingStep:
         check_not_empty(batch)
         if not self._patches.proved:
             self._patches.prove(lambda: self._forward(batch)[0], batch[0] if len(batch) == 1 else batch)
+        self._wants_outputs = return_outputs
         self._window.replay.append((batch, RandomState.capture() if self._patches.active else None))
         try:
             loss, outputs = self._forward_backward(batch)
@@ -146,6 +147,8 @@ class TrainingStep:
 
     def _forward_backward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         loss, outputs = self._forward(batch)
+        if not self._wants_outputs:
+            outputs = _nothing  # their memory is for the backward
         self._seen = batch[0] if len(batch) == 1 else batch
         self.backward(loss)
         return loss.detach(), outputs
@@ -455,6 +458,10 @@ class TrainingStep:
         self._counters = Counters(**state["counters"])
         if state["hardware"] == self.plan.hardware and state["proved"]:
             self._patches.take_over(state["decisions"])
+
+
+def _nothing() -> None:
+    return None
 
 
 def _distance(output: Tensor) -> Tensor:
