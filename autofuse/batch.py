@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["LabelRule", "LossWatch", "check_not_empty", "loss_from", "loss_of_batch", "tensors"]
+__all__ = ["LabelRule", "LossWatch", "check_not_empty", "fresh", "loss_from", "loss_of_batch", "tensors"]
 
 Batch = tuple[Any, ...]  # the arguments of step(...)
 
@@ -32,6 +33,33 @@ def tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
             yield from tensors(value, f"{path or 'batch'}[{index}]")
+
+
+def fresh(batch: Any, *, detached: bool = False) -> Any:
+    """A copy of a batch's mappings and sequences, which a forward may change; the same tensors, or
+    for a proof copies of them, cut off from the graph that they may hang on.
+
+    >>> batch = {"labels": torch.ones(1)}
+    >>> _ = fresh(batch).pop("labels")
+    >>> list(batch)
+    ['labels']
+    """
+    if isinstance(batch, Tensor):
+        return _cut_off(batch) if detached else batch
+    if isinstance(batch, MutableMapping):
+        new = copy.copy(batch)
+        for key, value in batch.items():
+            new[key] = fresh(value, detached=detached)
+        return new
+    if type(batch) in (list, tuple):
+        return type(batch)(fresh(value, detached=detached) for value in batch)
+    return batch
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is not None:
+        return tensor.detach().clone().requires_grad_()
+    return tensor if tensor.requires_grad else tensor.clone()
 
 
 def check_not_empty(batch: Batch) -> None:

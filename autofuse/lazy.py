@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autofuse.functional.linear_cross_entropy import linear_cross_entropy, product_dtype
 from autofuse.lazy_ops import LAZY, Form, as_indices, derive
 
-__all__ = ["Fate", "LazyLogits", "is_built", "lazy_linear", "materialize"]
+__all__ = ["Fate", "LazyLogits", "is_built", "lazy_linear", "materialize", "settle"]
 
 aten = torch.ops.aten
 
@@ -70,6 +71,17 @@ def materialize(tree: Any) -> Any:
     'Tensor'
     """
     return tree_map_only(LazyLogits, lambda x: x.real_logits("materialize"), tree)
+
+
+_alive: dict[int, weakref.ref[LazyLogits]] = {}
+
+
+def settle() -> None:
+    """Build the logits that somebody still holds, before an optimizer changes what they are made of."""
+    for reference in list(_alive.values()):
+        logits = reference()
+        if logits is not None:
+            logits._value()
 
 
 def is_built(logits: Tensor) -> bool:
@@ -180,6 +192,8 @@ class LazyLogits(Tensor):
             cls, like.shape, like.stride(), dtype=like.dtype, device=form.head.hidden.device
         )
         self._value, self._form = value, form
+        key = id(self)
+        _alive[key] = weakref.ref(self, lambda _: _alive.pop(key, None))
         return self
 
     def __init__(self, value: _Value, form: Form, like: Tensor) -> None:

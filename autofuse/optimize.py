@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -202,6 +203,7 @@ def _optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer or several, not {type(each).__name__}"
             )
+        _check_closure(each)
         if not any(id(p) in parameters for group in each.param_groups for p in group["params"]):
             raise ValueError(
                 f"optimizer {index} ({type(each).__name__}) holds none of the parameters of "
@@ -209,6 +211,15 @@ def _optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
                 "Make it from model.parameters()"
             )
     return several
+
+
+def _check_closure(optimizer: Optimizer) -> None:
+    needed = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if needed is not None and needed.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() needs a closure that computes the loss again, which a "
+            "training step does not give it: keep your own loop, and optimize(model) alone for its patches"
+        )
 
 
 def _schedulers(scheduler: Any) -> tuple[Any, ...]:

@@ -23,6 +23,8 @@ class Patches:
 
     Attributes:
         proved: every patch has been proved or given up.
+        asked: a proof has been asked for, whatever came of it.
+        moving: the buffers that a step changes, as the proof saw it.
         rule: how the labels that a loss is a mean over are counted, where the proof saw it.
     """
 
@@ -33,10 +35,12 @@ class Patches:
         optimizers: Sequence[Optimizer],
         settings: Settings,
         journal: list[Transaction],
+        others: Sequence[nn.Module] = (),
     ) -> None:
-        self._plan, self._model, self._optimizers = plan, model, optimizers
+        self._plan, self._model, self._optimizers, self._others = plan, model, optimizers, others
         self._settings, self._journal = settings, journal
-        self.proved = self._begun = False
+        self.proved = self._begun = self.asked = False
+        self.moving: tuple[Tensor, ...] = ()
         self.rule: LabelRule | None = None
         for patch in self:
             if patch.pays is None:
@@ -91,23 +95,34 @@ class Patches:
 
     # --- the proof -------------------------------------------------------------------------------
 
-    def prove(self, loss_of: Callable[[], Tensor], batch: Any, *, without: Sequence[Patch] = ()) -> None:
+    def prove(
+        self,
+        loss_of: Callable[[], Tensor],
+        batch: Any,
+        *,
+        inputs: Sequence[Tensor] = (),
+        without: Sequence[Patch] = (),
+    ) -> None:
         """Prove the patches on a batch; those in ``without`` stay off and wait for another call.
+
+        The gradients of ``inputs`` are compared too.
 
         An error of the unpatched step is the user's own, and leaves everything as it was. A batch
         that shows nothing (no finite loss, no gradient) leaves the patches off, to be proved on the next.
         """
+        self.asked = True
         if without and self._begun:
             return
         patches = [patch for patch in self if patch.in_forward and patch.accepted]
-        prover = Prover(self._model, self._parameters(), loss_of, self.apply, self._precision)
+        parameters = [*self._parameters(), *inputs]
+        prover = Prover(self._model, parameters, loss_of, self.apply, self._precision, self._others)
         applied = [patch for patch in patches if patch.applied]
         for patch in reversed(applied):
             patch.undo()
         try:
             with LossWatch() as watch:
                 reference = prover.reference()
-            self.rule = watch.rule(reference.loss, batch)
+            self.rule, self.moving = watch.rule(reference.loss, batch), reference.moved
             if patches:
                 if not reference.says_something:
                     return

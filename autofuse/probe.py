@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import inspect
 import random
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "RandomState",
     "generator",
     "isolated_copy",
+    "modules_behind",
     "outside_dependence",
     "quiet",
     "random_state",
@@ -186,6 +188,33 @@ def outside_dependence(module: nn.Module) -> str | None:
             if not _constant(vars(module).get(name)):
                 return f"its forward depends on its mutable attribute {name!r}"
     return None
+
+
+def modules_behind(function: Any, depth: int = 3) -> list[nn.Module]:
+    """The modules that a function reaches: itself, its object, what it is bound to, closes over or
+    reads from globals (a criterion with buffers, a teacher, a discriminator).
+
+    >>> teacher = nn.Linear(2, 2)
+    >>> modules_behind(lambda x: teacher(x)) == [teacher]
+    True
+    """
+    if isinstance(function, nn.Module):
+        return [function]
+    if depth == 0 or isinstance(function, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return []
+    behind: list[Any] = []
+    if isinstance(function, functools.partial):
+        behind = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, types.MethodType):
+        behind = [function.__self__, function.__func__]
+    elif isinstance(function, types.FunctionType):
+        behind = [_cell_value(cell) for cell in function.__closure__ or ()]
+        behind += [value for _, value in _global_reads(function)]
+    elif isinstance(function, (list, tuple)):
+        behind = list(function)
+    elif hasattr(function, "__dict__") and not isinstance(function, torch.Tensor):
+        behind = list(vars(function).values())
+    return [module for value in behind for module in modules_behind(value, depth - 1)]
 
 
 def _cell_value(cell: types.CellType) -> Any:

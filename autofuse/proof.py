@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Outcome:
     loss: float
     gradients: list[Tensor | None]
     seconds: float
+    moved: tuple[Tensor, ...] = ()  # the buffers that the step changed
 
     @property
     def says_something(self) -> bool:
@@ -111,14 +112,19 @@ def _kind(value: float) -> str:
     return "nan" if value != value else "inf" if abs(value) == float("inf") else "finite"
 
 
-def evaluate(loss_of: Callable[[], Tensor], model: nn.Module, parameters: Sequence[nn.Parameter]) -> Outcome:
+def evaluate(
+    loss_of: Callable[[], Tensor],
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    others: Sequence[nn.Module] = (),
+) -> Outcome:
     """The loss and the gradients of one step, leaving no trace.
 
     Gradients are taken with ``torch.autograd.grad``, which fills no ``.grad`` and calls no hook of
     an optimizer that steps inside the backward, nor of DDP.
     """
     local = getattr(model, "no_sync", nullcontext)  # DDP must not wait for gradients that never come
-    with no_trace(model), local():
+    with no_trace(model, *others) as moved, local():
         start = time.perf_counter()
         loss = loss_of()
         try:
@@ -127,13 +133,14 @@ def evaluate(loss_of: Callable[[], Tensor], model: nn.Module, parameters: Sequen
             if "checkpoint" not in str(error).lower():
                 raise
             # Reentrant checkpointing works with backward() alone.
-            with no_trace(model):
+            with no_trace(model, *others):
                 gradients = _by_backward(loss_of(), parameters)
         _synchronize(loss)
-        return Outcome(float(loss.detach()), list(gradients), time.perf_counter() - start)
+        outcome = Outcome(float(loss.detach()), list(gradients), time.perf_counter() - start)
+    return replace(outcome, moved=tuple(moved))
 
 
-def _by_backward(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def _by_backward(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
         raise Unprovable("reentrant checkpointing together with hooks that act in the backward")
     before = [p.grad for p in parameters]
@@ -183,14 +190,18 @@ def _widen(value: Any) -> Any:
 
 
 @contextmanager
-def no_trace(model: nn.Module) -> Iterator[None]:
-    """What runs inside leaves the generators, buffers and module attributes as they were."""
-    modules = list(model.modules())
+def no_trace(*roots: nn.Module) -> Iterator[list[Tensor]]:
+    """What runs inside leaves the generators, buffers and module attributes as they were.
+
+    Gives a list, which holds afterwards the buffers that had to be put back.
+    """
+    modules = list({id(m): m for root in roots for m in root.modules()}.values())
+    moved: list[Tensor] = []
     saved = [(m, dict(vars(m)), dict(m._buffers), _contents(m)) for m in modules]
     buffers = {id(b): (b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None}
     with random_state():
         try:
-            yield
+            yield moved
         finally:
             for module, attributes, own, contents in saved:
                 _restore(module, attributes)
@@ -201,6 +212,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
                 for buffer, value in buffers.values():  # batch norm writes without a new version
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
+                        moved.append(buffer)
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:

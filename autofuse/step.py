@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autofuse.batch import check_not_empty, loss_from, loss_of_batch, tensors
-from autofuse.lazy import materialize
+from autofuse.batch import check_not_empty, fresh, loss_from, loss_of_batch, tensors
+from autofuse.lazy import materialize, settle
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
-from autofuse.probe import RandomState
+from autofuse.probe import RandomState, modules_behind
 from autofuse.report import Counters, Report
 
 __all__ = ["Loop", "TrainingStep"]
@@ -37,12 +37,36 @@ class Loop:
 
 
 @dataclass
+class _Moment:
+    """A micro-batch and what its forward starts from, to do it again."""
+
+    batch: tuple[Any, ...]
+    random: RandomState | None
+    buffers: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def now(cls, batch: tuple[Any, ...], patches: Patches) -> _Moment:
+        if not patches.active:  # it will not be done again
+            return cls(batch, None, [])
+        return cls(fresh(batch), RandomState.capture(), [(b, b.detach().clone()) for b in patches.moving])
+
+    def restore(self) -> tuple[Any, ...]:
+        """Put the generators and the moving buffers back; returns the batch."""
+        if self.random is not None:
+            self.random.restore()
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+        return fresh(self.batch)
+
+
+@dataclass
 class _Window:
     """The micro-batches since the last optimizer step."""
 
     finite: list[Callable[[], bool]] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
-    replay: list[tuple[tuple[Any, ...], RandomState | None]] = field(default_factory=list)
+    replay: list[_Moment] = field(default_factory=list)
 
     @property
     def torn(self) -> bool:
@@ -88,7 +112,8 @@ class TrainingStep:
         self.model = model
         self.optimizers = tuple(optimizers)
         self._settings, self._loop, self._undo = settings, loop, undo
-        self._patches = Patches(plan, model, self.optimizers, settings, journal)
+        others = modules_behind([loop.loss_fn, loop.forward])
+        self._patches = Patches(plan, model, self.optimizers, settings, journal, others)
         self._counters, self._window = Counters(), _Window()
         self._seen: Any = None  # what the model was called with inside autocast()
         self._busy = self._wants_outputs = False
@@ -120,9 +145,9 @@ class TrainingStep:
         """
         check_not_empty(batch)
         if not self._patches.proved:
-            self._patches.prove(lambda: self._forward(batch)[0], batch[0] if len(batch) == 1 else batch)
+            self._prove(batch)
         self._wants_outputs = return_outputs
-        self._window.replay.append((batch, RandomState.capture() if self._patches.active else None))
+        self._window.replay.append(_Moment.now(batch, self._patches))
         try:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
@@ -130,6 +155,12 @@ class TrainingStep:
         given = materialize(outputs()) if return_outputs else None  # before the weights change
         self.update()
         return (loss, given) if return_outputs else loss
+
+    def _prove(self, batch: tuple[Any, ...]) -> None:
+        own = fresh(batch, detached=True)
+        inputs = [tensor for _, tensor in tensors(own) if tensor.requires_grad]
+        labels = own[0] if len(own) == 1 else own
+        self._patches.prove(lambda: self._forward(fresh(own, detached=not inputs))[0], labels, inputs=inputs)
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         """(loss, what gives the outputs): those of a batch that was shrunk are restored if asked for."""
@@ -146,10 +177,10 @@ class TrainingStep:
         return loss, (lambda: outputs) if restore is None else functools.partial(restore, outputs)
 
     def _forward_backward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
+        self._seen = fresh(batch[0] if len(batch) == 1 else batch)
         loss, outputs = self._forward(batch)
         if not self._wants_outputs:
             outputs = _nothing  # their memory is for the backward
-        self._seen = batch[0] if len(batch) == 1 else batch
         self.backward(loss)
         return loss.detach(), outputs
 
@@ -194,20 +225,15 @@ class TrainingStep:
         the whole window again, from no gradient."""
         if self._window.torn or len(self._window.weights) != len(self._window.replay) - 1:
             return self._replay_all()
-        batch, random = self._window.replay[-1]
-        if random is not None:
-            random.restore()
-        return self._forward_backward(batch)
+        return self._forward_backward(self._window.replay[-1].restore())
 
     def _replay_all(self) -> tuple[Tensor, Callable[[], Any]]:
         window = self._window
         self._counters.micro_batches -= len(window.weights)
         window.weights, window.finite = [], []
         self._zero_grad(self.optimizers)
-        for batch, random in window.replay:
-            if random is not None:
-                random.restore()
-            result = self._forward_backward(batch)
+        for moment in window.replay:
+            result = self._forward_backward(moment.restore())
         return result
 
     # --- the step in pieces ----------------------------------------------------------------------
@@ -240,8 +266,10 @@ class TrainingStep:
             precision.close()  # the proof sets the precision itself, and may change it
             self._busy = True
             try:
-                loss_of = functools.partial(self._stand_in_loss, args, kwargs)
-                self._patches.prove(loss_of, kwargs, without=self._too_early())
+                own = fresh((args, dict(kwargs)), detached=True)
+                inputs = [tensor for _, tensor in tensors(own) if tensor.requires_grad]
+                loss_of = functools.partial(self._stand_in_loss, *own)
+                self._patches.prove(loss_of, kwargs, inputs=inputs, without=self._too_early())
             finally:
                 self._busy = False
                 self._enter_autocast(precision)
@@ -268,12 +296,12 @@ class TrainingStep:
         """The loss is computed by the caller: a smooth function of all outputs stands in for it."""
         with ExitStack() as stack:
             self._enter_autocast(stack)
-            outputs = self.model(*args, **kwargs)
+            outputs = self.model(*fresh(args), **fresh(kwargs))
         try:
             return loss_from(outputs, self.model)
         except ValueError:
             return sum(
-                (_distance(t) for _, t in tensors(outputs) if t.is_floating_point()),
+                (_stand_in(t) for _, t in tensors(outputs) if t.is_floating_point()),
                 torch.zeros((), device=self._device),
             )
 
@@ -296,6 +324,9 @@ class TrainingStep:
             except Exception as error:
                 if not self._window.replay:  # in pieces: the caller's forward cannot be done again here
                     self._patches.blame(error)
+                    self._window.weights.pop()
+                    if not self._window.weights:
+                        self._zero_grad(self.optimizers)
                 raise
         self._window.finite.append(finite)
 
@@ -331,6 +362,11 @@ class TrainingStep:
         return self._take_step(self.optimizers) if self._window.weights else False
 
     def _take_step(self, optimizers: Sequence[Optimizer]) -> bool:
+        asked = self._patches.asked or self._patches.proved
+        if not asked and self._counters.steps >= 2:  # a GAN's other optimizer may come first
+            reason = "it cannot be proved: the loop never calls the model itself inside step.autocast()"
+            self._patches.give_up([p for p in self._patches if p.in_forward and p.accepted], reason)
+        settle()
         window, self._window = self._window, _Window()
         counts = [f() or w == 0 for f, w in zip(window.finite, window.weights, strict=True)]
         bad = counts.count(False)
@@ -340,7 +376,9 @@ class TrainingStep:
             self._counters.first_nonfinite = self._counters.first_nonfinite or first
         stepped = False
         if any(window.weights):
-            factor = window.reference * self._loop.accumulate / sum(window.weights)
+            # Of one micro-batch a step, several backwards before an update add up, as in PyTorch.
+            whole = window.reference * self._loop.accumulate
+            factor = whole / sum(window.weights) if self._loop.accumulate > 1 else 1.0
             stepped = self._optimizer_step(optimizers, factor, finite=not bad)
         self._zero_grad(optimizers)
         if bad and self._loop.on_nonfinite == "raise":
@@ -464,8 +502,13 @@ def _nothing() -> None:
     return None
 
 
-def _distance(output: Tensor) -> Tensor:
-    """The mean square distance of an output from a fixed pattern: positive, and sensitive everywhere."""
+def _stand_in(output: Tensor) -> Tensor:
+    """A loss that is positive and sensitive everywhere: the cross entropy of what may be logits, else
+    the mean square distance from a fixed pattern."""
+    if output.dim() > 1 and output.shape[-1] >= 1024:
+        rows = output.reshape(-1, output.shape[-1])
+        labels = torch.arange(rows.shape[0], device=rows.device) * 7919 % rows.shape[1]
+        return nn.functional.cross_entropy(rows, labels)
     pattern = torch.arange(float(output.numel()), device=output.device).cos_().view(output.shape)
     return (output.float() - pattern).square().mean()
 

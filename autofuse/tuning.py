@@ -27,18 +27,20 @@ class Prover:
         loss_of: the forward of one step on one batch, with whatever is applied at the moment.
         apply: applies a patch and keeps the way back.
         precision: the dtype in which the step computes at the moment.
+        others: modules beside the model that the step may change (a criterion's buffers).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         loss_of: Callable[[], Tensor],
         apply: Callable[[Patch], None],
         precision: Callable[[], torch.dtype],
+        others: Sequence[nn.Module] = (),
     ) -> None:
         self._model, self._parameters, self._loss_of = model, parameters, loss_of
-        self._apply, self._precision = apply, precision
+        self._apply, self._precision, self._others = apply, precision, others
         self._own: Error | None = None  # the unpatched step's own error at a lower precision
         self.errors: dict[str, float] = {}
 
@@ -66,7 +68,7 @@ class Prover:
         return self._evaluate()
 
     def _evaluate(self) -> Outcome:
-        return evaluate(self._loss_of, self._model, self._parameters)
+        return evaluate(self._loss_of, self._model, self._parameters, self._others)
 
     def _prove_one(self, patch: Patch, reference: Outcome, seconds: float) -> str | None:
         """None if the patch is kept, else why not."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.functional import linear_cross_entropy as operation
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY = 4096
@@ -73,16 +74,59 @@ def test_the_outputs_that_are_returned_stay_right():
     assert not torch.allclose(net(**batch()).loss, expected.loss)  # the weights have moved since
 
 
-def test_a_late_reader_is_told_that_the_weights_have_changed():
+def test_logits_that_the_loop_still_holds_stay_that_forwards():
+    """The legacy way to count accuracy: read after the step. The loop holds them, so they are built."""
     net = model()
     step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    for _ in range(2):  # the first batch is watched, and its logits may have been built
+    held = []
+    for number in range(3):
+        expected = copy.deepcopy(net)(**batch(number)).logits
         with step.autocast():
-            outputs = net(**batch())
+            outputs = net(**batch(number))
         step.backward(outputs.loss)
         step.update()
-    with pytest.raises(RuntimeError, match="weights"):
-        outputs.logits.sum().item()
+        torch.testing.assert_close(outputs.logits.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
+        held.append((outputs.logits, expected))
+    for logits, expected in held:
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert step.report["loss"].status == "kept"
+
+
+def test_logits_that_nobody_holds_are_never_built(monkeypatch):
+    monkeypatch.setattr(operation, "_budget", lambda device: 1 << 20)
+    monkeypatch.setattr(operation, "LEAST_ROWS", 16)
+    net = model()
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    step(batch())
+    largest = [0]
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if type(out) is torch.Tensor and out.dim() > 1 and out.shape[-1] == VOCABULARY:
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    big = batch(rows=64)
+    with Watch():
+        step(big)
+    assert 0 < largest[0] < big["labels"].numel() * VOCABULARY
+
+
+def test_a_loss_outside_of_the_model_stays_lazy_in_pieces():
+    net = model()
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number in range(4):
+        given = batch(number)
+        with step.autocast():
+            logits = net(input_ids=given["input_ids"]).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].reshape(-1, VOCABULARY), given["labels"][:, 1:].reshape(-1)
+            )
+        del logits
+        step.backward(loss)
+        assert step.update()
+    assert step.report["loss"].status == "kept", step.report["loss"].reason
 
 
 @pytest.mark.parametrize("counts", [(1.0, 0.2), (0.1, 0.0, 0.9)])
