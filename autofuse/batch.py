@@ -177,13 +177,18 @@ class LabelRule:
 
 
 class LossWatch(TorchFunctionMode):
-    """Sees which cross entropy a forward computes, to learn what its loss is a mean over."""
+    """Sees which cross entropy a forward computes, to learn what its loss is a mean over, and whether
+    it runs under an autocast of the caller's own (Accelerate's, say)."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
+        self._kind = device_type
         self.seen: list[tuple[Tensor, Tensor, int]] = []
+        self.autocast: torch.dtype | None = None  # of an autocast of the caller's own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.autocast is None and torch.is_autocast_enabled(self._kind):
+            self.autocast = torch.get_autocast_dtype(self._kind)
         result = func(*args, **(kwargs or {}))
         if func in (F.cross_entropy, F.nll_loss):
             self._note(result, args, kwargs or {})

@@ -84,9 +84,13 @@ def optimize(
     if _is_trainer(model):
         from autofuse.integrations.transformers import optimize_trainer
 
+        given = {"optimizer": optimizer, "loss_fn": loss_fn, "forward": forward, "scheduler": scheduler}
+        given |= {"clip_grad_norm": clip_grad_norm, "accumulate": None if accumulate == 1 else accumulate}
+        given |= {"on_nonfinite": None if on_nonfinite == "report" else on_nonfinite}
         return optimize_trainer(
             model,
             optimize,
+            given,
             precision=precision,
             compile=compile,
             measure=measure,

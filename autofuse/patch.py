@@ -156,6 +156,7 @@ class Patch:
             False for what acts later (the optimizer) and is proved by its patcher.
         blames: for a change whose gradients cannot be differentiated again (``create_graph=True``):
             whether an error that comes out of the caller's loop is of the change's making.
+        step_only: the change acts in ``step(batch)`` alone, not where the caller calls the model.
         timed: keep the change only if it makes the first batch's forward and backward faster.
         pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
             an unpatched step before the change is applied; it returns a `Rejected` when not.
@@ -170,6 +171,7 @@ class Patch:
         exact: bool = True,
         in_forward: bool = True,
         blames: Callable[[Exception], bool] | None = None,
+        step_only: bool = False,
         timed: bool = False,
         pays: Callable[[float], Rejected | None] | None = None,
     ) -> None:
@@ -179,6 +181,7 @@ class Patch:
         self.exact = exact
         self.in_forward = in_forward
         self.blames = blames
+        self.step_only = step_only
         self.timed = timed
         self.pays = pays
         self._change = change

@@ -41,6 +41,9 @@ class Patches:
         self._settings, self._journal = settings, journal
         self.proved = self._begun = self.asked = False
         self.moving: tuple[Tensor, ...] = ()
+        first = next(model.parameters(), None)
+        self._kind = "cpu" if first is None else first.device.type
+        self._callers_autocast: torch.dtype | None = None
         self.rule: LabelRule | None = None
         for patch in self:
             if patch.pays is None:
@@ -120,8 +123,9 @@ class Patches:
         for patch in reversed(applied):
             patch.undo()
         try:
-            with LossWatch() as watch:
+            with LossWatch(self._kind) as watch:
                 reference = prover.reference()
+            self._callers_autocast = watch.autocast
             self.rule, self.moving = watch.rule(reference.loss, batch), reference.moved
             if patches:
                 if not reference.says_something:
@@ -143,9 +147,10 @@ class Patches:
         return list({id(p): p for p in (*self._model.parameters(), *held) if p.requires_grad}.values())
 
     def _precision(self) -> torch.dtype:
-        """The dtype in which the step computes: autocast's, or that of a model in bf16 or fp16."""
+        """The dtype in which the step computes: autocast's, the caller's own autocast's, or that of a
+        model in bf16 or fp16."""
         narrow = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
-        return self._settings.autocast_dtype or next(iter(narrow), torch.float32)
+        return self._settings.autocast_dtype or self._callers_autocast or next(iter(narrow), torch.float32)
 
     # --- what became of them ---------------------------------------------------------------------
 

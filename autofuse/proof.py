@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autofuse.probe import random_state
@@ -159,9 +160,22 @@ def _synchronize(loss: Tensor) -> None:
         torch.cuda.synchronize(loss.device)
 
 
+class _NoAutocast(TorchFunctionMode):
+    """Inside it every function computes without autocast, whoever enters one."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._kind = device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.autocast(self._kind, enabled=False):
+            return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """A model in bf16 or fp16 computes in float32 inside: the same parameters, exactly the same values.
+    """A model in bf16 or fp16, or under an autocast of the caller's own, computes in float32 inside:
+    the same parameters, exactly the same values.
 
     >>> model = nn.Linear(2, 2).bfloat16()
     >>> with widened(model):
@@ -178,7 +192,9 @@ def widened(model: nn.Module) -> Iterator[None]:
     try:
         for tensor in narrow:
             tensor.data = tensor.data.float()
-        yield
+        first = next(model.parameters(), None)
+        with _NoAutocast("cpu" if first is None else first.device.type):
+            yield
     finally:
         hook.remove()
         for tensor, data in saved:

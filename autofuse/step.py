@@ -263,6 +263,8 @@ class TrainingStep:
             self._seen = kwargs
             if self._patches.proved or not torch.is_grad_enabled():
                 return
+            idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
+            self._patches.give_up(idle, "it acts in step(batch) alone, and this loop calls the model itself")
             precision.close()  # the proof sets the precision itself, and may change it
             self._busy = True
             try:

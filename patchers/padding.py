@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from autofuse.batch import loss_from
 from autofuse.packing import Change, decoder_tokens, pack, tokens, trim_left, trim_right
@@ -76,7 +77,7 @@ def find(context: Context) -> Patch | Rejected:
         transaction.set_attribute(settings, "shrink", shrinker)
 
     reason = "work on padding is left out; each kind of it is proved when it first occurs"
-    patch = Patch(sites, change, reason=reason, timed=True)
+    patch = Patch(sites, change, reason=reason, timed=True, step_only=True)
     shrinker = _Shrinker(context.model, patch, encoder_decoder)
     return patch
 
@@ -119,6 +120,7 @@ class _Shrinker:
         self._patch, self._encoder_decoder = patch, encoder_decoder
         self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         self._offsets = _first_positions(model)
+        self._handles = -1
         self._variants: dict[str, str] = {}
         self._uses: dict[str, int] = {}
         self._proved: dict[Hashable, _Proved] = {}
@@ -132,7 +134,7 @@ class _Shrinker:
 
     def __call__(self, batch: Batch) -> tuple[Batch, Restore]:
         first, changes = batch, []
-        if not any(_drops(m) for m in self._dropouts):
+        if not any(_drops(m) for m in self._dropouts) and not self._is_hooked():
             for name in [site.path for site in self._patch.accepted]:
                 change = self._choose(name, batch, first)
                 if change is not None:
@@ -146,6 +148,21 @@ class _Shrinker:
             return outputs
 
         return batch, restore
+
+    def _is_hooked(self) -> bool:
+        """Whoever looks at the tensors inside the model by a hook would see fewer tokens, in other rows.
+        A hook of the model itself sees its inputs before anything is computed from them."""
+        if RemovableHandle.next_id == self._handles:
+            return False
+        self._handles = RemovableHandle.next_id
+        model = self._model
+        own = type(model).__module__.split(".")[0]  # its library's hooks collect what it returns
+        for path, module in model.named_modules():
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if path and any(str(getattr(hook, "__module__", "")).split(".")[0] != own for hook in hooks):
+                self._patch.reject(f"a hook is registered at {path}, and would see fewer tokens")
+                return True
+        return False
 
     def _choose(self, name: str, batch: Batch, first: Batch) -> Change | None:
         """The change of this name that is proved for the batch, if there is anything to change."""

@@ -103,7 +103,8 @@ def test_logits_that_nobody_holds_are_never_built(monkeypatch):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if type(out) is torch.Tensor and out.dim() > 1 and out.shape[-1] == VOCABULARY:
+            real = type(out) is torch.Tensor and out.device.type != "meta"
+            if real and out.dim() > 1 and out.shape[-1] == VOCABULARY:
                 largest[0] = max(largest[0], out.numel())
             return out
 

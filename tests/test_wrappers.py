@@ -184,8 +184,23 @@ def test_a_trainers_own_mixed_precision_stays_its_own(tmp_path):
     step = autofuse.optimize(fused, compile=False)
     assert step.plan["precision"].status == "rejected"
     assert logged(fused) == pytest.approx(expected, rel=1e-2)
+    assert step.report["norms"].status == "kept", step.report["norms"].reason
     with pytest.raises(ValueError, match="fp16=True"):
         autofuse.optimize(trainer(tmp_path), precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 4}, "gradient_accumulation_steps"),
+        ({"clip_grad_norm": 1.0}, "max_grad_norm"),
+        ({"loss_fn": nn.functional.mse_loss}, "compute_loss_func"),
+        ({"on_nonfinite": "raise"}, "logging_nan_inf_filter"),
+    ],
+)
+def test_what_is_the_trainers_own_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        autofuse.optimize(trainer(tmp_path), **options)
 
 
 def test_accelerate():

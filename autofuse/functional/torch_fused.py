@@ -152,6 +152,7 @@ class FusedFlags:
         self.originals = [_flags(group) for group in optimizer.param_groups]
         self.default = optimizer.defaults.get("fused")
         self.moved: dict[Tensor, Tensor] = {}  # parameter -> its step count where it was
+        self.kinds = {index: _kinds(group) for index, group in enumerate(optimizer.param_groups)}
 
     def apply(self, transaction: Transaction) -> None:
         optimizer = self.optimizer
@@ -223,6 +224,17 @@ class FusedFlags:
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
+    def _no_longer(self, index: int) -> str | None:
+        """Why a group cannot be stepped by the fused kernel any more; None if it can."""
+        group = self.optimizer.param_groups[index]
+        if self.kinds.get(index) != _kinds(group):  # model.bfloat16(), or a parameter of another kind
+            with quiet():
+                reason = refusal(self.optimizer, {**group, "fused": None}) or prove(self.optimizer, group)
+            if reason is not None:
+                return reason
+            self.kinds[index] = _kinds(group)
+        return _prepare(self.optimizer, group)
+
     # --- torch calls these ---
 
     def _before_step(
@@ -233,7 +245,7 @@ class FusedFlags:
             with torch.enable_grad():
                 loss = closure()
         for index, fused in enumerate(self.fused):
-            if fused and _prepare(optimizer, optimizer.param_groups[index]) is not None:
+            if fused and self._no_longer(index) is not None:
                 self._unfuse(index)
                 self._leave_scaling_to_the_scaler()
                 _unscale(optimizer)
@@ -257,6 +269,11 @@ class FusedFlags:
         for index, fused in enumerate(self.fused):
             if fused:
                 self._fuse(index)
+
+
+def _kinds(group: dict[str, Any]) -> set[tuple[torch.dtype, str]]:
+    """The kinds of parameters for which the fused step was proved."""
+    return {(param.dtype, param.device.type) for param in group["params"]}
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ runs inside the step's autocast, where the patches are proved on the first batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -27,16 +27,42 @@ class _Counting(TrainerCallback):
         self._counters.steps += 1
 
 
+# What the Trainer's own loop does, and where it is told so.
+THE_TRAINERS = {
+    "optimizer": "Trainer(optimizers=(optimizer, scheduler))",
+    "scheduler": "Trainer(optimizers=(optimizer, scheduler))",
+    "loss_fn": "Trainer(compute_loss_func=...)",
+    "forward": "a compute_loss method",
+    "accumulate": "TrainingArguments(gradient_accumulation_steps=...)",
+    "clip_grad_norm": "TrainingArguments(max_grad_norm=...)",
+    "on_nonfinite": "TrainingArguments(logging_nan_inf_filter=...)",
+}
+
+
 def optimize_trainer(
-    trainer: Any, optimize: Callable[..., TrainingStep], *, precision: str, **options: Any
+    trainer: Any,
+    optimize: Callable[..., TrainingStep],
+    given: Mapping[str, Any],
+    *,
+    precision: str,
+    **options: Any,
 ) -> TrainingStep:
     """Optimize a Trainer's model and optimizer in place; ``trainer.train()`` as before.
 
     Mixed precision that the Trainer's arguments ask for stays the Trainer's.
 
+    Args:
+        given: arguments of `autofuse.optimize` that are the Trainer's own business; None where not given.
+
     Raises:
-        ValueError: ``precision="fp16"``, whose loss scaling belongs to the Trainer's own loop.
+        ValueError: an argument was given that the Trainer's own loop decides, or ``precision="fp16"``,
+            whose loss scaling is the Trainer's; or the Trainer makes its model in ``train()``.
     """
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"with a Trainer {name} is the Trainer's own: use {THE_TRAINERS[name]}")
+    if trainer.model_init is not None:
+        raise ValueError("Trainer(model_init=...) makes another model in train(): pass it model= instead")
     arguments = trainer.args
     if precision == "fp16":
         raise ValueError('for a Trainer ask for fp16 with TrainingArguments(fp16=True), not precision="fp16"')
