@@ -132,7 +132,7 @@ def _widen(value: Any) -> Any:
 def loss_from(outputs: Any, model: nn.Module) -> Tensor:
     """The loss in a model's outputs: their ``loss``, or the first of a tuple if it is a scalar."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None and isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
+    if loss is None and isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         loss = outputs[0] if outputs[0].numel() == 1 else None
     if loss is None and isinstance(outputs, Tensor) and outputs.numel() == 1:
         loss = outputs

@@ -468,6 +468,10 @@ class TrainingStep:
         """What was done to the step, and what happened in it."""
         plan = self.plan
         notes = [plan.note] if plan.note else []
+        if self._loop.accumulate > 1 and self._patches.proved:
+            rule = self._patches.rule
+            how = "counts the same" if rule is None else f"weighs by its labels in {rule.path!r}"
+            notes.append(f"Each of the {self._loop.accumulate} micro-batches of a step {how}.")
         return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, self._patches.proved)
 
     def undo(self) -> None:

@@ -187,7 +187,7 @@ def recognise(module: nn.Module) -> Form | Rejected | None:
             form = Rejected(str(error))
         except Exception as error:  # a module of the user's, run on inputs of ours: anything may come
             form = Rejected(f"it does not run on a probe ({type(error).__name__}: {str(error)[:80]})")
-    looks_like_a_norm = "norm" in type(module).__name__.lower()
+    looks_like_a_norm = "norm" in type(module).__name__.lower() or bool(list(module.parameters()))
     return form if isinstance(form, Form) or looks_like_a_norm else None
 
 

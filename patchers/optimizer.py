@@ -34,7 +34,7 @@ order = 60
 
 def find(context: Context) -> Patch | Rejected:
     """Every param group of every optimizer, with its fused step or the reason why it has none."""
-    optimizers = list({id(optimizer): optimizer for optimizer in context.optimizers}.values())
+    optimizers = list({id(o): o for o in map(_inner, context.optimizers)}.values())
     if not optimizers:
         return Rejected("there is no optimizer")
     sparse = [
@@ -61,6 +61,13 @@ def find(context: Context) -> Patch | Rejected:
     none = not any(site.accepted for site in sites)
     reason = "; ".join(sorted(reasons)) if none else "the fused step is one pass over memory"
     return Patch(sites, apply, reason=reason, in_forward=False)
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that another one (Accelerate's) wraps and steps."""
+    inner = getattr(optimizer, "optimizer", None)
+    wrapped = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
+    return _inner(inner) if wrapped and inner is not None else optimizer
 
 
 def _find_one(
