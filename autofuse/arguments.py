@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autofuse.plan import Plan
 from autofuse.registry import check_names
-from autofuse.step import Loop
+from autofuse.window import Loop
 
 __all__ = ["check_choices", "check_model", "loop_of", "names_of", "optimizers_of", "plan_of"]
 

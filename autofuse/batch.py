@@ -53,7 +53,7 @@ def fresh(batch: Any, *, detached: bool = False) -> Any:
         return new
     if type(batch) in (list, tuple):
         return type(batch)(fresh(value, detached=detached) for value in batch)
-    return batch
+    return copy.copy(batch) if hasattr(batch, "__dict__") and not callable(batch) else batch
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

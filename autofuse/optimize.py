@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,19 @@ from autofuse.step import TrainingStep
 
 __all__ = ["optimize", "plan", "undo"]
 
-# What was done to each model, so that undo(model) works without the step. The transactions hold the
-# changed modules weakly: an entry never keeps its model alive.
-_journals: weakref.WeakKeyDictionary[nn.Module, list[list[Transaction]]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Done:
+    """What was done to a model, by one call or several that ask for the same precision."""
+
+    precision: str
+    settings: Settings
+    journals: list[list[Transaction]] = field(default_factory=list)
+
+
+# So that undo(model) works without the step, and a second call finds what the first has done. The
+# transactions hold the changed modules weakly: an entry never keeps its model alive.
+_done: weakref.WeakKeyDictionary[nn.Module, list[_Done]] = weakref.WeakKeyDictionary()
 
 
 def optimize(
@@ -68,6 +79,7 @@ def optimize(
         ValueError: an unknown name, or an optimizer that holds none of the model's parameters.
             Nothing is changed then.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> step = optimize(model, optimizer, loss_fn=nn.functional.mse_loss)
@@ -99,16 +111,18 @@ def optimize(
     check_choices(precision, compile, steps)
     loop = loop_of(loss_fn, forward, scheduler, accumulate, clip_grad_norm, on_nonfinite, optimizers)
     saved = plan_of(plan)
-    settings = Settings()
-    context = Context(model, optimizers, _hardware(model), precision, compile, steps, settings)
+    if saved is not None and precision == "auto":
+        precision = saved.precision
+    done = _done_with(model, precision)
+    context = Context(model, optimizers, _hardware(model), precision, compile, steps, done.settings)
     made = make_plan(context, only=names_of(only, "only"), skip=names_of(skip, "skip") or (), saved=saved)
     if not measure:
         for patch in made.patches.values():
             patch.timed = False
     journal: list[Transaction] = []
-    _journals.setdefault(model, []).append(journal)
+    done.journals.append(journal)
     reference = weakref.ref(model)
-    return TrainingStep(model, optimizers, made, settings, loop, journal, lambda: _undo(reference()))
+    return TrainingStep(model, optimizers, made, done.settings, loop, journal, lambda: _undo(reference()))
 
 
 def plan(
@@ -157,10 +171,20 @@ def undo(model: nn.Module) -> None:
 def _undo(model: nn.Module | None) -> None:
     if model is None:
         return
-    for journal in reversed(_journals.pop(model, [])):
+    for journal in reversed([journal for done in _done.pop(model, []) for journal in done.journals]):
         for transaction in reversed(journal):
             if transaction.open:
                 transaction.rollback()
+
+
+def _done_with(model: nn.Module, precision: str) -> _Done:
+    """What earlier calls have done; steps of another precision have settings of their own."""
+    earlier = _done.setdefault(model, [])
+    for done in earlier:
+        if done.precision == precision:
+            return done
+    earlier.append(_Done(precision, Settings()))
+    return earlier[-1]
 
 
 def _hardware(model: nn.Module) -> Hardware:

@@ -75,6 +75,14 @@ class Plan:
     def __getitem__(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
+    @property
+    def precision(self) -> str:
+        """What `autofuse.optimize` must be asked for to get the precision of this plan."""
+        chosen = {row.name: row.accepted[0].operation or "" for row in self.rows if row.accepted}
+        if "precision" in chosen:
+            return "fp16" if "float16 " in f"{chosen['precision']} ".replace("bfloat16", "") else "bf16"
+        return "tf32" if "tf32" in chosen else "fp32"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "version": 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,65 +17,11 @@ from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
-from autofuse.probe import RandomState, modules_behind
+from autofuse.probe import modules_behind
 from autofuse.report import Counters, Report
+from autofuse.window import Loop, Moment, Window, is_finite
 
 __all__ = ["Loop", "TrainingStep"]
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The options of the loop around the model, as `autofuse.optimize` takes them."""
-
-    loss_fn: Callable[..., Tensor] | None = None
-    forward: Callable[..., Tensor] | None = None
-    schedulers: tuple[Any, ...] = ()
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
-    on_nonfinite: str = "report"
-
-
-@dataclass
-class _Moment:
-    """A micro-batch and what its forward starts from, to do it again."""
-
-    batch: tuple[Any, ...]
-    random: RandomState | None
-    buffers: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def now(cls, batch: tuple[Any, ...], patches: Patches) -> _Moment:
-        if not patches.active:  # it will not be done again
-            return cls(batch, None, [])
-        return cls(fresh(batch), RandomState.capture(), [(b, b.detach().clone()) for b in patches.moving])
-
-    def restore(self) -> tuple[Any, ...]:
-        """Put the generators and the moving buffers back; returns the batch."""
-        if self.random is not None:
-            self.random.restore()
-        with torch.no_grad():
-            for buffer, value in self.buffers:
-                buffer.copy_(value)
-        return fresh(self.batch)
-
-
-@dataclass
-class _Window:
-    """The micro-batches since the last optimizer step."""
-
-    finite: list[Callable[[], bool]] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)
-    replay: list[_Moment] = field(default_factory=list)
-
-    @property
-    def torn(self) -> bool:
-        """Whether a backward began and did not end: the gradients are not those of whole micro-batches."""
-        return len(self.finite) < len(self.weights)
-
-    @property
-    def reference(self) -> int:
-        """The first weight that counts: the scale in which the window's gradients are summed."""
-        return next((w for w in self.weights if w), 1)
 
 
 class TrainingStep:
@@ -114,7 +59,7 @@ class TrainingStep:
         self._settings, self._loop, self._undo = settings, loop, undo
         others = modules_behind([loop.loss_fn, loop.forward])
         self._patches = Patches(plan, model, self.optimizers, settings, journal, others)
-        self._counters, self._window = Counters(), _Window()
+        self._counters, self._window = Counters(), Window()
         self._seen: Any = None  # what the model was called with inside autocast()
         self._busy = self._wants_outputs = False
         first = next(model.parameters(), None)
@@ -147,7 +92,7 @@ class TrainingStep:
         if not self._patches.proved:
             self._prove(batch)
         self._wants_outputs = return_outputs
-        self._window.replay.append(_Moment.now(batch, self._patches))
+        self._window.replay.append(Moment.now(batch, self._patches))
         try:
             loss, outputs = self._forward_backward(batch)
         except Exception as error:
@@ -218,7 +163,7 @@ class TrainingStep:
         else:
             self._counters.micro_batches -= len(window.weights)
             self._zero_grad(self.optimizers)
-            self._window = _Window()
+            self._window = Window()
 
     def _replay(self) -> tuple[Tensor, Callable[[], Any]]:
         """The last micro-batch again with its random numbers; if gradients of it may be there already,
@@ -314,7 +259,7 @@ class TrainingStep:
         """
         self._counters.micro_batches += 1
         weight = self._weight(loss)
-        finite = _finite(loss)
+        finite = is_finite(loss)
         self._window.weights.append(weight)
         if weight != 0:  # else all labels are ignored: exactly nothing is added to the gradient
             share = weight / (self._window.reference * self._loop.accumulate)
@@ -355,9 +300,23 @@ class TrainingStep:
         """
         if optimizer is not None and self._loop.accumulate > 1 and len(self.optimizers) > 1:
             raise ValueError("update(optimizer) steps one of several optimizers: it needs accumulate=1")
+        if not self._window.weights:
+            self._count_backward_of_the_callers()
         if len(self._window.weights) < self._loop.accumulate:
             return False
         return self._take_step(self.optimizers if optimizer is None else (optimizer,))
+
+    def _count_backward_of_the_callers(self) -> None:
+        """``loss.backward()`` instead of ``step.backward(loss)``: gradients that nobody has counted."""
+        if all(p.grad is None for o in self.optimizers for g in o.param_groups for p in g["params"]):
+            return
+        if self._settings.active_scaler is not None or self._loop.accumulate > 1:
+            raise RuntimeError(
+                "update() finds gradients that step.backward(loss) has not made: call it instead of "
+                "loss.backward(), since fp16 needs a scaled loss and accumulation a count"
+            )
+        self._counters.micro_batches += 1
+        self._window.weights, self._window.finite = [1], [lambda: True]
 
     def flush(self) -> bool:
         """Take the optimizer step of an accumulation window that is not full (the epoch's last)."""
@@ -369,7 +328,7 @@ class TrainingStep:
             reason = "it cannot be proved: the loop never calls the model itself inside step.autocast()"
             self._patches.give_up([p for p in self._patches if p.in_forward and p.accepted], reason)
         settle()
-        window, self._window = self._window, _Window()
+        window, self._window = self._window, Window()
         counts = [f() or w == 0 for f, w in zip(window.finite, window.weights, strict=True)]
         bad = counts.count(False)
         if bad:
@@ -517,21 +476,3 @@ def _stand_in(output: Tensor) -> Tensor:
         return nn.functional.cross_entropy(rows, labels)
     pattern = torch.arange(float(output.numel()), device=output.device).cos_().view(output.shape)
     return (output.float() - pattern).square().mean()
-
-
-def _finite(loss: Tensor) -> Callable[[], bool]:
-    """Whether the loss is finite, to be asked after the backward was launched: the flag is copied
-    beside the running computation, so that a GPU is never waited for in mid-step."""
-    flag = torch.isfinite(loss.detach()).all()
-    if flag.device.type != "cuda":
-        return lambda: bool(flag)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def ask() -> bool:
-        copied.synchronize()
-        return bool(host)
-
-    return ask

@@ -63,6 +63,8 @@ def find(context: Context) -> Patch | Rejected:
     """The ways of shrinking a batch; whether one holds is proved when it first occurs."""
     if sharded_reason(context.model) is not None or _processes() > 1:
         return Rejected("several processes would prove a change at different times, and wait for each other")
+    if context.settings.shrink is not None:
+        return Rejected("nothing more to do: batches are shrunk already")
     active = next((path for path, m in context.modules if _drops(m)), None)
     if active is not None:
         return Rejected(f"dropout is active ({active or type(context.model).__name__}): {OTHER_NUMBERS}")

@@ -25,6 +25,10 @@ def find(context: Context) -> Patch | Rejected:
     if already != torch.float32:
         return Rejected(f"the model is in {_name(already)} already: it is trained as it is")
     asked = context.precision
+    if context.settings.autocast_dtype is not None:
+        return Rejected(
+            f"nothing more to do: autocast to {_name(context.settings.autocast_dtype)} is on already"
+        )
     if asked in ("fp32", "tf32"):
         return Rejected(f'precision="{asked}" was asked for')
     dtype, reason = context.hardware.autocast_dtype()

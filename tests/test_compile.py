@@ -434,20 +434,6 @@ def test_double_backward_is_a_compile_error(graphs: Counter) -> None:
     assert compiler.is_compile_error(info.value)
 
 
-def test_the_graph_can_be_kept_for_a_second_backward() -> None:
-    net, before = Net(2), torch._functorch.config.donated_buffer
-    patch = found(net)
-    patch.apply()
-    loss = net(batch()).square().mean()
-    loss.backward(retain_graph=True)
-    once = [p.grad.clone() for p in net.parameters()]
-    loss.backward()
-    torch.testing.assert_close([p.grad for p in net.parameters()], [2 * grad for grad in once])
-    assert len(patch.accepted) == 2
-    patch.undo()
-    assert torch._functorch.config.donated_buffer == before
-
-
 def test_other_worlds_run_eagerly(graphs: Counter) -> None:
     net = Net(2, dropout=0.0)
     x, reference = batch(), copy.deepcopy(net)

@@ -411,3 +411,86 @@ def test_the_report_says_what_happened():
     assert pickle.loads(pickle.dumps(report.to_dict())) == report.to_dict()
     assert "<pre" in report._repr_html_() and '"norms"' in report.to_json()
     assert {site.path for site in report["norms"].sites} >= {"bert.embeddings.LayerNorm"}
+
+
+# --- what a loop may get wrong ---------------------------------------------------------------------
+
+
+def test_a_backward_of_the_callers_own_is_counted_or_refused():
+    case = CASES["rms"]
+    plain, fast = case.model(), case.model()
+    optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
+    step = optimize(case, fast, optimizer)
+    with step.autocast():
+        loss = loss_of(case, fast)
+    loss.backward()
+    assert step.update() is True and step.report.counters.steps == 1
+    loss_of(case, plain).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    step = optimize(case, fast, optimizer, accumulate=2)
+    loss_of(case, fast).backward()
+    with pytest.raises(RuntimeError, match=r"step\.backward"):
+        step.update()
+
+
+def test_several_backwards_before_an_update_add_up():
+    case = CASES["rms"]
+    plain, fast = case.model(), case.model()
+    step = optimize(case, fast, torch.optim.SGD(fast.parameters(), lr=0.1))
+    for number in range(2):
+        with step.autocast():
+            loss = loss_of(case, fast, number)
+        step.backward(loss)
+        loss_of(case, plain, number).backward()
+    assert step.update() is True
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_may_take_the_batch_apart():
+    def forward(model, batch):
+        labels = batch.pop("labels")
+        logits = model(**batch).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    case = CASES["gpt2"]
+    plain, fast = case.model(), case.model()
+    step = autofuse.optimize(fast, adamw(fast), forward=forward, precision="fp32", compile=False)
+    (batch,) = arguments(case)
+    expected = forward(plain, dict(batch)).item()
+    given = dict(batch)
+    assert step(given).item() == pytest.approx(expected, rel=1e-5)
+    assert "labels" not in given  # as by one run
+
+
+@pytest.mark.filterwarnings('ignore:precision="fp16"')
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_saved_plan_repeats_its_precision(tmp_path, precision):
+    case = CASES["gpt2"]
+    model = case.model()
+    step = autofuse.optimize(model, adamw(model), precision=precision, compile=False)
+    step(*arguments(case))
+    step.plan.save(tmp_path / "plan.json")
+    again = case.model()
+    step = autofuse.optimize(again, adamw(again), plan=tmp_path / "plan.json")
+    step(*arguments(case))
+    assert step.plan.precision == precision
+
+
+@pytest.mark.filterwarnings('ignore:precision="fp16"')
+def test_fp16_goes_on_from_a_state_with_the_right_scale():
+    case = CASES["rms"]
+    first, second = case.model(), case.model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (first, second)]
+    one = optimize(case, first, optimizers[0], precision="fp16")
+    one(*arguments(case, 0))
+    second.load_state_dict(first.state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    two = optimize(case, second, optimizers[1], precision="fp16")
+    two.load_state_dict(one.state_dict())
+    one(*arguments(case, 1)), two(*arguments(case, 1))
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b)

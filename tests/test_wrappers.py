@@ -195,7 +195,7 @@ def test_a_trainers_own_mixed_precision_stays_its_own(tmp_path):
         ({"accumulate": 4}, "gradient_accumulation_steps"),
         ({"clip_grad_norm": 1.0}, "max_grad_norm"),
         ({"loss_fn": nn.functional.mse_loss}, "compute_loss_func"),
-        ({"on_nonfinite": "raise"}, "logging_nan_inf_filter"),
+        ({"on_nonfinite": "raise"}, "TrainerCallback"),
     ],
 )
 def test_what_is_the_trainers_own_is_refused(tmp_path, options, message):

@@ -35,7 +35,7 @@ THE_TRAINERS = {
     "forward": "a compute_loss method",
     "accumulate": "TrainingArguments(gradient_accumulation_steps=...)",
     "clip_grad_norm": "TrainingArguments(max_grad_norm=...)",
-    "on_nonfinite": "TrainingArguments(logging_nan_inf_filter=...)",
+    "on_nonfinite": "a TrainerCallback that looks at the logged loss",
 }
 
 
