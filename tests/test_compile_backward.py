@@ -34,6 +34,15 @@ class Critic(nn.Module):
         return self.out(x)
 
 
+def loss_of(critic: nn.Module, x: torch.Tensor, penalty: bool = True) -> torch.Tensor:
+    y = critic(x)
+    loss = (y - 1).square().mean()
+    if penalty:
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = loss + (grad.norm(dim=1) - 1).square().mean()
+    return loss
+
+
 def penalty_loop(penalty_from: int, step_of=None) -> tuple[list[float], object]:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     critic = Critic()
@@ -42,23 +51,14 @@ def penalty_loop(penalty_from: int, step_of=None) -> tuple[list[float], object]:
     losses = []
     for number in range(4):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).requires_grad_()
-
-        def loss_of() -> torch.Tensor:
-            y = critic(x)
-            loss = (y - 1).square().mean()
-            if number >= penalty_from:
-                (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-                loss = loss + (grad.norm(dim=1) - 1).square().mean()
-            return loss
-
         if step is None:
-            loss = loss_of()
+            loss = loss_of(critic, x, number >= penalty_from)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         else:
             with step.autocast():
-                loss = loss_of()
+                loss = loss_of(critic, x, number >= penalty_from)
             step.backward(loss)
             step.update()
         losses.append(loss.item())
@@ -84,18 +84,13 @@ def test_a_penalty_that_comes_later_undoes_compile_and_says_so() -> None:
 
 
 def test_a_penalty_in_a_forward_is_done_again_without_compile() -> None:
-    def forward(critic: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = critic(x)
-        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (y - 1).square().mean() + (grad.norm(dim=1) - 1).square().mean()
-
     torch.manual_seed(0)
     plain, fast = Critic(), Critic()
     fast.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(fast.parameters(), lr=0.0)
     step = autofuse.optimize(
-        fast, optimizer, forward=forward, compile=True, precision="fp32", only=["compile"]
+        fast, optimizer, forward=loss_of, compile=True, precision="fp32", only=["compile"]
     )
     x = torch.randn(4, 8).requires_grad_()
-    assert step(x).item() == pytest.approx(forward(plain, x).item(), rel=1e-5)
+    assert step(x).item() == pytest.approx(loss_of(plain, x).item(), rel=1e-5)
     assert step.report["compile"].status == "rejected"
