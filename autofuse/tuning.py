@@ -94,14 +94,15 @@ class Prover:
     def _slower(self, patch: Patch) -> str | None:
         """Interleaved pairs of runs on the first batch, more of them where a run is short."""
         with_it, without = [self._evaluate().seconds], []
-        pairs = 2 if with_it[0] > LONG_RUN else 5
+        long = with_it[0] > LONG_RUN
+        pairs = 3 if long else 5
         for _ in range(pairs):
             patch.undo()
             without.append(self._evaluate().seconds)
             self._apply(patch)
             with_it.append(self._evaluate().seconds)
         ratios = [a / b for a, b in zip(without, with_it[1:], strict=True)]
-        if median(ratios) >= WORTH_ITS_ACCURACY and min(ratios) >= 1:
+        if median(ratios) >= WORTH_ITS_ACCURACY and (long or min(ratios) >= 1):
             return None
         return (
             f"not worth its accuracy: the first batch took {median(with_it[1:]) * 1e3:.1f} ms with it and "
