@@ -160,6 +160,12 @@ class Patch:
         timed: keep the change only if it makes the first batch's forward and backward faster.
         pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
             an unpatched step before the change is applied; it returns a `Rejected` when not.
+        fallback: another form of the same change, tried where this one fails its proof.
+        upgrade: a dearer form of the same change, asked for with the seconds of a step once this
+            one is kept; it returns a `Rejected` where it would not pay.
+        in_modules: the change is one of many small ones inside modules. Each may win alone and
+            lose inside a compiled region, so that it is tried without once one is there.
+        encloses: the change runs modules as one (compile): those inside are tried again after it.
     """
 
     def __init__(
@@ -174,6 +180,10 @@ class Patch:
         step_only: bool = False,
         timed: bool = False,
         pays: Callable[[float], Rejected | None] | None = None,
+        fallback: Callable[[], Patch | Rejected] | None = None,
+        upgrade: Callable[[float], Patch | Rejected] | None = None,
+        in_modules: bool = False,
+        encloses: bool = False,
     ) -> None:
         self.name = ""  # the registry's name for it: the entry point's
         self.sites = list(sites)
@@ -184,6 +194,10 @@ class Patch:
         self.step_only = step_only
         self.timed = timed
         self.pays = pays
+        self.fallback = fallback
+        self.upgrade = upgrade
+        self.in_modules = in_modules
+        self.encloses = encloses
         self._change = change
         self._transaction: Transaction | None = None
 

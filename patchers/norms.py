@@ -96,7 +96,7 @@ def find(context: Context) -> Patch | Rejected:
             module = modules[site.path]
             transaction.set_class(module, _swapped(type(module), forms[site.path], str(site.provider)))
 
-    return Patch(sites, change, reason="one fused operation, statistics in float32")
+    return Patch(sites, change, reason="one fused operation, statistics in float32", in_modules=True)
 
 
 def _provider(form: Form, context: Context) -> str:
