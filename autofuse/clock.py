@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autofuse.batch import tensors
+from autofuse.proof import runs
 
 __all__ = ["Listener", "Sample", "StepClock"]
 
@@ -32,6 +33,7 @@ class Sample:
             rows of its first tensor.
         shape: what two samples must have in common to be compared as they are.
         one_off: something that happens once was in it (a compilation): it says nothing of the others.
+        peak: the most memory that the device had allocated, in bytes, where somebody waits for the device.
     """
 
     seconds: float
@@ -39,6 +41,7 @@ class Sample:
     tokens: int
     shape: Hashable
     one_off: bool = False
+    peak: int | None = None
 
 
 Listener = Callable[[Sample], object]
@@ -60,19 +63,19 @@ class StepClock:
         self._device = device
         self._exact: list[Listener] = []
         self._rough: list[Listener] = []
-        self._depth = 0
+        self._held = self._running = False
         self._started = self._seconds = 0.0
         self._begun: float | None = None
         self._ended: float | None = None
         self._shapes: list[Hashable] = []
-        self._tokens = self._graphs = 0
+        self._tokens = self._events = 0
 
     def listen(self, listener: Listener, *, exact: bool = True) -> None:
         """Call ``listener`` after each optimizer step.
 
         Args:
-            exact: wait for the GPU before and after each step. Otherwise a sample has the time of
-                the host, which follows the GPU's over many steps.
+            exact: wait for the GPU before and after each step, and count its memory. Otherwise a
+                sample has the time of the host, which follows the GPU's over many steps.
         """
         (self._exact if exact else self._rough).append(listener)
 
@@ -82,66 +85,45 @@ class StepClock:
                 listeners.remove(listener)
 
     @property
-    def _idle(self) -> bool:
-        return not self._exact and not self._rough
+    def listened(self) -> bool:
+        return bool(self._exact or self._rough)
 
     @contextmanager
     def running(self, batch: Any = None) -> Iterator[None]:
-        """What runs inside belongs to the step; may be nested, and entered several times for a step."""
+        """All that runs inside belongs to the step."""
         self.start(batch)
+        held, self._held = self._held, True
         try:
             yield
         finally:
+            self._held = held
             self.stop()
 
     def start(self, batch: Any = None) -> None:
-        """Begin a part of the step; ``batch`` is given once for each micro-batch."""
-        if self._idle:
+        """Begin a part of the step; nothing to do inside one. ``batch``: see `note`."""
+        if not self.listened:
             return
-        self._depth += 1
         if batch is not None:
-            self._note(batch)
-        if self._depth == 1:
+            self.note(batch)
+        if not self._running:
             self._synchronize()
-            self._started = time.perf_counter()
+            self._running, self._started = True, time.perf_counter()
             if self._begun is None:
-                self._begun, self._graphs = self._started, _graphs()
+                self._begun, self._events = self._started, _one_off_events()
+                if self._exact and self._device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self._device)
 
     def stop(self) -> None:
-        if self._idle or self._depth == 0:
-            return
-        self._depth -= 1
-        if self._depth == 0:
+        """End a part of the step; nothing to do outside of one, or inside `running`."""
+        if self._running and not self._held:
             self._synchronize()
             self._seconds += time.perf_counter() - self._started
+            self._running = False
 
-    def step_done(self, key: Hashable = None, *, one_off: bool = False) -> None:
-        """The optimizer step was taken: tell the listeners.
-
-        Args:
-            key: which of several optimizers; a part of the sample's shape.
-        """
-        if self._idle:
+    def note(self, batch: Any) -> None:
+        """Tell of a micro-batch that belongs to the step."""
+        if not self.listened:
             return
-        if self._depth:  # inside running(): what follows belongs to the next step
-            self._synchronize()
-            now = time.perf_counter()
-            self._seconds += now - self._started
-            self._started = now
-        waited = None if self._ended is None or self._begun is None else max(self._begun - self._ended, 0.0)
-        one_off = one_off or _graphs() != self._graphs
-        sample = Sample(self._seconds, waited, self._tokens, (key, *self._shapes), one_off)
-        self.reset()
-        self._ended = time.perf_counter()
-        for listener in (*self._exact, *self._rough):
-            listener(sample)
-
-    def reset(self) -> None:
-        """Forget what was measured since the last step."""
-        self._seconds, self._begun, self._tokens = 0.0, None, 0
-        self._shapes = []
-
-    def _note(self, batch: Any) -> None:
         found = dict(tensors(batch))
         self._shapes.append(tuple(tuple(t.shape) for t in found.values()))
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -151,12 +133,48 @@ class StepClock:
             first = next(iter(found.values()))
             self._tokens += first.shape[0] if first.dim() else 1
 
+    def step_done(self, key: Hashable = None, *, one_off: bool = False) -> None:
+        """The optimizer step was taken: tell the listeners.
+
+        Args:
+            key: which of several optimizers; a part of the sample's shape.
+            one_off: the step did something that the others do not.
+        """
+        if not self.listened:
+            self.reset()
+            return
+        held, self._held = self._held, False
+        self.stop()
+        self._held = held
+        waited = None if self._ended is None or self._begun is None else max(self._begun - self._ended, 0.0)
+        sample = Sample(
+            self._seconds,
+            waited,
+            self._tokens,
+            (key, *self._shapes),
+            one_off or self._seconds <= 0 or _one_off_events() != self._events,
+            self._peak(),
+        )
+        self.reset()
+        self._ended = time.perf_counter()
+        for listener in (*self._exact, *self._rough):
+            listener(sample)
+
+    def reset(self) -> None:
+        """Forget what was measured since the last step."""
+        self._running, self._seconds, self._begun, self._tokens = False, 0.0, None, 0
+        self._shapes = []
+
+    def _peak(self) -> int | None:
+        counted = self._exact and self._device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self._device) if counted else None
+
     def _synchronize(self) -> None:
         if self._exact and self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
 
-def _graphs() -> int:
-    """How many graphs dynamo has compiled in this process."""
+def _one_off_events() -> int:
+    """Graphs that dynamo has compiled in this process, and steps that were run for comparison."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
+    return runs.evaluations + (0 if utils is None else int(utils.counters["stats"]["unique_graphs"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class _Done:
     precision: str
     settings: Settings
     journals: list[list[Transaction]] = field(default_factory=list)
+    steps: weakref.WeakSet[TrainingStep] = field(default_factory=weakref.WeakSet)
 
 
 # So that undo(model) works without the step, and a second call finds what the first has done. The
@@ -116,13 +117,21 @@ def optimize(
     done = _done_with(model, precision)
     context = Context(model, optimizers, _hardware(model), precision, compile, steps, done.settings)
     made = make_plan(context, only=names_of(only, "only"), skip=names_of(skip, "skip") or (), saved=saved)
-    if not measure:
+    tune = measure and saved is None
+    if not tune:
         for patch in made.patches.values():
             patch.timed = False
+    for earlier in done.steps:
+        earlier.stop_tuning("a later call of optimize took over")
     journal: list[Transaction] = []
     done.journals.append(journal)
     reference = weakref.ref(model)
-    return TrainingStep(model, optimizers, made, done.settings, loop, journal, lambda: _undo(reference()))
+    loop = replace(loop, steps=steps)
+    step = TrainingStep(
+        model, optimizers, made, done.settings, loop, journal, lambda: _undo(reference()), tune=tune
+    )
+    done.steps.add(step)
+    return step
 
 
 def plan(

@@ -157,7 +157,9 @@ class Patch:
         blames: for a change whose gradients cannot be differentiated again (``create_graph=True``):
             whether an error that comes out of the caller's loop is of the change's making.
         step_only: the change acts in ``step(batch)`` alone, not where the caller calls the model.
-        timed: keep the change only if it makes the first batch's forward and backward faster.
+        timed: it may look for itself, on the user's own batches, whether it makes them faster.
+        forced: the user has asked for it: it is kept if it is proved, whatever its time.
+        worth: the share of a step's time that it must save to be kept, for what it costs elsewhere.
         pays: for a change with a price (compile): ``pays(step_seconds)`` is asked with the time of
             an unpatched step before the change is applied; it returns a `Rejected` when not.
         fallback: another form of the same change, tried where this one fails its proof.
@@ -179,6 +181,8 @@ class Patch:
         blames: Callable[[Exception], bool] | None = None,
         step_only: bool = False,
         timed: bool = False,
+        forced: bool = False,
+        worth: float = 0.0,
         pays: Callable[[float], Rejected | None] | None = None,
         fallback: Callable[[], Patch | Rejected] | None = None,
         upgrade: Callable[[float], Patch | Rejected] | None = None,
@@ -193,6 +197,8 @@ class Patch:
         self.blames = blames
         self.step_only = step_only
         self.timed = timed
+        self.forced = forced
+        self.worth = worth
         self.pays = pays
         self.fallback = fallback
         self.upgrade = upgrade

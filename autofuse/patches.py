@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autofuse.batch import LabelRule, LossWatch
+from autofuse.distributed import Agreement
 from autofuse.patch import Patch, Settings, Transaction
-from autofuse.plan import Plan, row_of
+from autofuse.plan import Plan, Row, row_of
 from autofuse.proof import Unprovable
-from autofuse.tuning import Prover
+from autofuse.proving import Prover
+from autofuse.trial import Trial
 
 __all__ = ["Patches", "first_line"]
 
@@ -21,8 +24,13 @@ __all__ = ["Patches", "first_line"]
 class Patches:
     """Applies, proves, blames and undoes the patches of a plan.
 
+    Args:
+        at_once: apply all patches now, and leave applied what is proved. Otherwise nothing is
+            applied but for a proof, until a tuner does it.
+
     Attributes:
         proved: every patch has been proved or given up.
+        kept: the names of those that are decided for.
         asked: a proof has been asked for, whatever came of it.
         moving: the buffers that a step changes, as the proof saw it.
         rule: how the labels that a loss is a mean over are counted, where the proof saw it.
@@ -36,7 +44,13 @@ class Patches:
         settings: Settings,
         journal: list[Transaction],
         others: Sequence[nn.Module] = (),
+        *,
+        agreement: Agreement | None = None,
+        at_once: bool = True,
     ) -> None:
+        self._agreement, self._at_once = agreement or Agreement(), at_once
+        self.kept: set[str] = set()
+        self._seconds: dict[str, tuple[float, float]] = {}  # in the proof, without and with
         self._plan, self._model, self._optimizers, self._others = plan, model, optimizers, others
         self._settings, self._journal = settings, journal
         self.proved = self._begun = self.asked = False
@@ -45,9 +59,11 @@ class Patches:
         self._kind = "cpu" if first is None else first.device.type
         self._callers_autocast: torch.dtype | None = None
         self.rule: LabelRule | None = None
-        for patch in self:
+        for patch in self if at_once else ():
             if patch.pays is None:
                 self.apply_or_reject(patch)
+            if not patch.in_forward and patch.applied:
+                self.kept.add(patch.name)
 
     def __iter__(self) -> Any:
         return iter(self._plan.patches.values())
@@ -84,10 +100,38 @@ class Patches:
         except Exception as error:
             patch.reject(f"it could not be applied: {first_line(error)}")
 
+    def apply_all(self, patches: Sequence[Patch]) -> None:
+        """In their order; those that are applied are taken back first, so that the order holds."""
+        chosen = [patch for patch in self if patch in patches and patch.accepted]
+        if all(patch.applied for patch in chosen):
+            return
+        for patch in reversed(chosen):
+            patch.undo()
+        for patch in chosen:
+            self.apply_or_reject(patch)
+
+    def keep(self, patches: Sequence[Patch]) -> None:
+        for patch in patches:
+            self.apply_or_reject(patch)
+            if patch.applied:
+                self.kept.add(patch.name)
+
+    def replace(self, old: Patch, new: Patch) -> None:
+        """Put another form of a patch in its place."""
+        new.name = old.name
+        self._plan.patches[old.name] = new
+
+    def switch(self, leave: Patch, enter: Patch) -> None:
+        """From one form of a patch to another."""
+        leave.undo()
+        self.replace(leave, enter)
+        self.apply_or_reject(enter)
+
     def give_up(self, patches: Sequence[Patch], reason: str) -> None:
         for patch in patches:
             patch.undo()
             patch.reject(reason)
+            self.kept.discard(patch.name)
 
     def blame(self, error: Exception) -> None:
         """Take back the patch that broke the caller's own code, which cannot be done again here."""
@@ -105,8 +149,12 @@ class Patches:
         *,
         inputs: Sequence[Tensor] = (),
         without: Sequence[Patch] = (),
+        due: Sequence[Patch] | None = None,
     ) -> None:
         """Prove the patches on a batch; those in ``without`` stay off and wait for another call.
+
+        Of a tuner's, those that are ``due`` are proved on top of those that are applied, and taken
+        back. Once every patch has been proved on one batch, or has failed, ``proved`` is set.
 
         The gradients of ``inputs`` are compared too.
 
@@ -117,8 +165,18 @@ class Patches:
         if without and self._begun:
             return
         patches = [patch for patch in self if patch.in_forward and patch.accepted]
-        parameters = [*self._parameters(), *inputs]
-        prover = Prover(self._model, parameters, loss_of, self.apply, self._precision, self._others)
+        if due is not None:
+            patches = [patch for patch in patches if patch in due or patch.applied]
+        prover = Prover(
+            self._model,
+            [*self._parameters(), *inputs],
+            loss_of,
+            self.apply,
+            self.replace,
+            self._precision,
+            self._others,
+            self._agreement,
+        )
         applied = [patch for patch in patches if patch.applied]
         for patch in reversed(applied):
             patch.undo()
@@ -128,7 +186,7 @@ class Patches:
             self._callers_autocast = watch.autocast
             self.rule, self.moving = watch.rule(reference.loss, batch), reference.moved
             if patches:
-                if not reference.says_something:
+                if not self._agreement.all(reference.says_something):
                     return
                 prover.prove([patch for patch in patches if patch not in without], reference)
         except Unprovable as reason:
@@ -137,9 +195,23 @@ class Patches:
             for patch in applied:
                 self.apply_or_reject(patch)
             raise
+        self._after_proof(prover, applied, due)
         self.proved, self._begun = not without, True
+
+    def _after_proof(self, prover: Prover, applied: Sequence[Patch], due: Sequence[Patch] | None) -> None:
+        """What was proved for a tuner is taken back: the tuner introduces it."""
         for row in self._plan.rows:
             row.error = prover.errors.get(row.name, row.error)
+        self._seconds |= prover.seconds
+        now = [patch for patch in self if patch.in_forward and patch.applied]
+        if due is None:
+            self.kept |= {patch.name for patch in now}
+            return
+        before = {patch.name for patch in applied}
+        for patch in reversed(now):
+            if patch.name not in before:
+                patch.undo()
+        self.kept -= {patch.name for patch in applied if not patch.accepted}
 
     def _parameters(self) -> list[nn.Parameter]:
         """The model's that are trained, and what else the optimizers hold."""
@@ -160,10 +232,29 @@ class Patches:
         for index, row in enumerate(self._plan.rows):
             patch = self.get(row.name)
             if patch is not None:
-                new = row_of(patch, "kept" if self.proved or not patch.in_forward else "planned")
-                new.error, new.before_ms, new.after_ms = row.error, row.before_ms, row.after_ms
-                self._plan.rows[index] = new
+                new = row_of(patch, "kept" if patch.name in self.kept else "planned")
+                self._plan.rows[index] = replace(row, status=new.status, reason=new.reason, sites=new.sites)
         return self._plan
+
+    def row(self, patch: Patch) -> Row:
+        return self._plan[patch.name]
+
+    def slowness(self, patch: Patch) -> float:
+        """The time of forward and backward with it over that without, as the proof saw it; a guess
+        where the proof could not see it."""
+        before, after = self._seconds.get(patch.name, (1.0, 1.0 if patch.in_forward else 0.9))
+        return after / before
+
+    def record(self, patch: Patch, trial: Trial, *, further: bool = False) -> None:
+        """Note in its row what a trial has found; ``further``: on top of what was found before."""
+        row, found = self.row(patch), trial.estimate()
+        saved = (row.gain or 0.0) if further else 0.0
+        gain, low, high = (1 - (1 - saved) * (1 - share) for share in (found.gain, found.low, found.high))
+        if not further:
+            row.before_ms = found.before * 1e3
+            row.peak_before_mb = _peak_mb(trial, 0)
+        row.after_ms, row.peak_after_mb = found.after * 1e3, _peak_mb(trial, 1)
+        row.gain, row.interval = gain, (low, high)
 
     def decisions(self) -> dict[str, dict[str, str]]:
         return {row.name: {"status": row.status, "reason": row.reason} for row in self.plan.rows}
@@ -172,11 +263,17 @@ class Patches:
         """Do what another run has decided on the same hardware, without proving it again."""
         for patch in self:
             decision = decisions.get(patch.name, {"status": "rejected", "reason": "not in the state"})
-            if decision["status"] in ("kept", "planned"):
-                self.apply_or_reject(patch)
+            if decision["status"] == "kept":
+                self.keep([patch])
             else:
-                self.give_up([patch], decision["reason"])
+                reason = "it was not decided" if decision["status"] == "planned" else decision["reason"]
+                self.give_up([patch], reason)
         self.proved = True
+
+
+def _peak_mb(trial: Trial, arm: int) -> float | None:
+    peaks = [sample.peak for sample in trial.of(arm) if sample.peak is not None]
+    return max(peaks) / 1e6 if peaks else None
 
 
 def first_line(error: BaseException) -> str:

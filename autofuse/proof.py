@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from autofuse.probe import random_state
 
-__all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace", "widened"]
+__all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace", "runs", "widened"]
 
 LOSS_TOLERANCE = 1e-5
 LOSS_ROUNDING = 1e-7  # a loss that cancels to nearly nothing (a WGAN's) has the rounding of its terms
@@ -30,6 +30,16 @@ LOW_PRECISION_FACTOR = 1.5
 _NARROW = (torch.bfloat16, torch.float16)
 _INTERNAL = frozenset(vars(nn.Module()))  # what nn.Module keeps itself: parameters, hooks and so on
 _OURS = {"_compiled_call_impl"}  # a compiled module may give itself up while it is proved
+
+
+@dataclass
+class _Runs:
+    """How many steps were run for comparison in this process: they are no part of a step's time."""
+
+    evaluations: int = 0
+
+
+runs = _Runs()
 
 
 class Unprovable(Exception):
@@ -96,6 +106,8 @@ def compare(reference: Outcome, other: Outcome) -> Error:
         a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
         b = torch.zeros_like(a) if b is None else b
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
+        if a.device != b.device:  # one of them was moved where there is more memory
+            a, b = a.cpu(), b.cpu()
         difference += _square(a.float() - b.float())
         norm += _square(a.float())
     gradients = (difference / norm) ** 0.5 if norm else (0.0 if difference == 0.0 else float("inf"))
@@ -124,6 +136,7 @@ def evaluate(
     Gradients are taken with ``torch.autograd.grad``, which fills no ``.grad`` and calls no hook of
     an optimizer that steps inside the backward, nor of DDP.
     """
+    runs.evaluations += 1
     local = getattr(model, "no_sync", nullcontext)  # DDP must not wait for gradients that never come
     with no_trace(model, *others) as moved, local():
         start = time.perf_counter()

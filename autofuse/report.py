@@ -8,7 +8,7 @@ from typing import Any
 
 from autofuse.plan import Row, render, rows_table, to_html
 
-__all__ = ["Counters", "Report"]
+__all__ = ["Counters", "Report", "Tuning"]
 
 
 @dataclass
@@ -31,6 +31,30 @@ class Counters:
 
 
 @dataclass
+class Tuning:
+    """What tuning has cost and brought so far.
+
+    Attributes:
+        state: "not measured" (the plan was applied at once), "waiting" for the first batch,
+            "measuring" or "done".
+        steps: optimizer steps taken while tuning; all of them trained the model.
+        seconds: time of these steps and of the proofs.
+        extra_seconds: what that was beyond the same steps of the loop as it was.
+        baseline_ms, final_ms: milliseconds of a step of the loop as it was, and as it is now.
+        gain, interval: the share of a step's time that is saved in all, and its 95% interval.
+    """
+
+    state: str = "not measured"
+    steps: int = 0
+    seconds: float = 0.0
+    extra_seconds: float = 0.0
+    baseline_ms: float | None = None
+    final_ms: float | None = None
+    gain: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+@dataclass
 class Report:
     """Prints itself as text, as HTML in a notebook, and as JSON.
 
@@ -47,6 +71,7 @@ class Report:
     counters: Counters = field(default_factory=Counters)
     notes: list[str] = field(default_factory=list)
     proved: bool = False
+    tuning: Tuning = field(default_factory=Tuning)
 
     def __getitem__(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -83,6 +108,7 @@ class Report:
             "model": self.model,
             "proved": self.proved,
             "counters": dict(vars(self.counters)),
+            "tuning": dict(vars(self.tuning)),
             "notes": list(self.notes),
             "rows": [row.to_dict() for row in self.rows],
         }

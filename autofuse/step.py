@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,16 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autofuse.batch import check_not_empty, fresh, loss_from, loss_of_batch, tensors
+from autofuse.clock import StepClock
+from autofuse.distributed import Agreement
 from autofuse.lazy import materialize, settle
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import modules_behind
-from autofuse.report import Counters, Report
+from autofuse.progress import Progress
+from autofuse.proving import is_out_of_memory
+from autofuse.report import Counters, Report, Tuning
+from autofuse.tuning import Tuner
 from autofuse.window import Loop, Moment, Window, is_finite
 
-__all__ = ["Loop", "TrainingStep"]
+__all__ = ["ASSUMED_STEPS", "Loop", "TrainingStep"]
+
+ASSUMED_STEPS = 1000  # optimizer steps still to come, where nobody says
 
 
 class TrainingStep:
@@ -53,17 +62,38 @@ class TrainingStep:
         loop: Loop,
         journal: list[Transaction],
         undo: Callable[[], None],
+        *,
+        tune: bool = False,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self._settings, self._loop, self._undo = settings, loop, undo
-        others = modules_behind([loop.loss_fn, loop.forward])
-        self._patches = Patches(plan, model, self.optimizers, settings, journal, others)
-        self._counters, self._window = Counters(), Window()
-        self._seen: Any = None  # what the model was called with inside autocast()
-        self._busy = self._wants_outputs = False
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
+        self.clock = StepClock(self._device)
+        others = modules_behind([loop.loss_fn, loop.forward])
+        agreement = Agreement.between(model)
+        self._patches = Patches(
+            plan, model, self.optimizers, settings, journal, others, agreement=agreement, at_once=not tune
+        )
+        self._counters, self._window = Counters(), Window()
+        self._seen: Any = None  # what the model was called with inside autocast()
+        self._busy = self._wants_outputs = self._redone = False
+        self._tuner = self._start_tuning(agreement) if tune else None
+
+    def _start_tuning(self, agreement: Agreement) -> Tuner:
+        progress = Progress()
+
+        def done() -> None:
+            self.clock.unlisten(tuner.sample)
+            progress.close()
+
+        tuner = Tuner(self._patches, agreement, self._steps_left, progress.update, done)
+        self.clock.listen(tuner.sample)
+        return tuner
+
+    def _steps_left(self) -> int:
+        return (self._loop.steps or ASSUMED_STEPS) - self._counters.steps
 
     @property
     def optimizer(self) -> Any:
@@ -89,23 +119,44 @@ class TrainingStep:
                 the optimizer's state are as before.
         """
         check_not_empty(batch)
-        if not self._patches.proved:
+        own = batch[0] if len(batch) == 1 else batch
+        if self._wants_proof:
             self._prove(batch)
         self._wants_outputs = return_outputs
-        self._window.replay.append(Moment.now(batch, self._patches))
-        try:
-            loss, outputs = self._forward_backward(batch)
-        except Exception as error:
-            loss, outputs = self._without_failing_patch(error)
-        given = materialize(outputs()) if return_outputs else None  # before the weights change
-        self.update()
+        with self.clock.running(own):
+            self._window.replay.append(Moment.now(batch, self._patches))
+            try:
+                loss, outputs = self._forward_backward(batch)
+            except Exception as error:
+                loss, outputs = self._without_failing_patch(error)
+            given = materialize(outputs()) if return_outputs else None  # before the weights change
+            self.update()
         return (loss, given) if return_outputs else loss
+
+    @property
+    def _wants_proof(self) -> bool:
+        """Whether the next batch is one to prove patches on."""
+        if self._tuner is not None and self._tuner.active:
+            return self._tuner.due is not None and not self._window.weights
+        return not self._patches.proved
 
     def _prove(self, batch: tuple[Any, ...]) -> None:
         own = fresh(batch, detached=True)
         inputs = [tensor for _, tensor in tensors(own) if tensor.requires_grad]
         labels = own[0] if len(own) == 1 else own
-        self._patches.prove(lambda: self._forward(fresh(own, detached=not inputs))[0], labels, inputs=inputs)
+        self._prove_on(
+            lambda: self._forward(fresh(own, detached=not inputs))[0], labels, inputs=inputs, without=()
+        )
+
+    def _prove_on(self, loss_of: Callable[[], Tensor], batch: Any, **options: Any) -> None:
+        tuner = self._tuner
+        if tuner is None or not tuner.active:
+            self._patches.prove(loss_of, batch, **options)
+            return
+        start, self._patches.proved = time.perf_counter(), False
+        self._patches.prove(loss_of, batch, **{**options, "without": ()}, due=tuner.due)
+        if self._patches.proved:
+            tuner.proved(time.perf_counter() - start)
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         """(loss, what gives the outputs): those of a batch that was shrunk are restored if asked for."""
@@ -131,10 +182,14 @@ class TrainingStep:
 
     def _without_failing_patch(self, error: Exception) -> tuple[Tensor, Callable[[], Any]]:
         """Do the window again with one patch less at a time; the user's own error comes out."""
+        self._redone = True
         active = self._patches.active
         if not active:
             self._forget_last()
             raise error
+        if is_out_of_memory(error):  # the traceback holds what the step had allocated
+            traceback.clear_frames(error.__traceback__)
+            torch.accelerator.empty_cache() if self._device.type != "cpu" else None
         undone: list[Patch] = []
         for patch in reversed(active):
             patch.undo()
@@ -145,7 +200,8 @@ class TrainingStep:
                 continue
             for innocent in reversed(undone[:-1]):
                 self._patches.apply_or_reject(innocent)
-            patch.reject(f"it failed in batch {self._counters.micro_batches}: {first_line(error)}")
+            reason = f"it failed in batch {self._counters.micro_batches}: {first_line(error)}"
+            self._patches.give_up([patch], reason)
             return result
         for patch in reversed(undone):  # it fails without any patch: the error is the user's own
             self._patches.apply_or_reject(patch)
@@ -188,7 +244,7 @@ class TrainingStep:
         """The context of the forward. The first model call inside it is where the patches are proved."""
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
-            if not self._patches.proved or self._loop.accumulate > 1:
+            if not self._patches.proved or self._loop.accumulate > 1 or self.clock.listened:
                 before = self.model.register_forward_pre_hook(
                     self._before_forward(precision), with_kwargs=True
                 )
@@ -206,8 +262,12 @@ class TrainingStep:
             if self._busy:
                 return
             self._seen = kwargs
-            if self._patches.proved or not torch.is_grad_enabled():
-                return
+            if torch.is_grad_enabled() and model.training:
+                if self._wants_proof:
+                    prove(args, kwargs)
+                self.clock.start(kwargs or args)
+
+        def prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
             self._patches.give_up(idle, "it acts in step(batch) alone, and this loop calls the model itself")
             precision.close()  # the proof sets the precision itself, and may change it
@@ -216,7 +276,7 @@ class TrainingStep:
                 own = fresh((args, dict(kwargs)), detached=True)
                 inputs = [tensor for _, tensor in tensors(own) if tensor.requires_grad]
                 loss_of = functools.partial(self._stand_in_loss, *own)
-                self._patches.prove(loss_of, kwargs, inputs=inputs, without=self._too_early())
+                self._prove_on(loss_of, kwargs, inputs=inputs, without=self._too_early())
             finally:
                 self._busy = False
                 self._enter_autocast(precision)
@@ -276,6 +336,7 @@ class TrainingStep:
                         self._zero_grad(self.optimizers)
                 raise
         self._window.finite.append(finite)
+        self.clock.stop()
 
     def _weight(self, loss: Tensor) -> int:
         """How much a micro-batch counts: its labels where the loss is a mean over them, else 1."""
@@ -304,7 +365,8 @@ class TrainingStep:
             self._count_backward_of_the_callers()
         if len(self._window.weights) < self._loop.accumulate:
             return False
-        return self._take_step(self.optimizers if optimizer is None else (optimizer,))
+        with self.clock.running():
+            return self._take_step(self.optimizers if optimizer is None else (optimizer,))
 
     def _count_backward_of_the_callers(self) -> None:
         """``loss.backward()`` instead of ``step.backward(loss)``: gradients that nobody has counted."""
@@ -320,13 +382,16 @@ class TrainingStep:
 
     def flush(self) -> bool:
         """Take the optimizer step of an accumulation window that is not full (the epoch's last)."""
-        return self._take_step(self.optimizers) if self._window.weights else False
+        with self.clock.running():
+            return self._take_step(self.optimizers) if self._window.weights else False
 
     def _take_step(self, optimizers: Sequence[Optimizer]) -> bool:
         asked = self._patches.asked or self._patches.proved
         if not asked and self._counters.steps >= 2:  # a GAN's other optimizer may come first
             reason = "it cannot be proved: the loop never calls the model itself inside step.autocast()"
             self._patches.give_up([p for p in self._patches if p.in_forward and p.accepted], reason)
+            if self._tuner is not None and self._tuner.due is not None:
+                self._tuner.proved(0.0)
         settle()
         window, self._window = self._window, Window()
         counts = [f() or w == 0 for f, w in zip(window.finite, window.weights, strict=True)]
@@ -342,6 +407,11 @@ class TrainingStep:
             factor = whole / sum(window.weights) if self._loop.accumulate > 1 else 1.0
             stepped = self._optimizer_step(optimizers, factor, finite=not bad)
         self._zero_grad(optimizers)
+        key = [i for i, o in enumerate(self.optimizers) if any(o is own for own in optimizers)]
+        self.clock.step_done(
+            (len(window.weights), *key), one_off=self._redone or bool(optimizers and not stepped)
+        )
+        self._redone = False
         if bad and self._loop.on_nonfinite == "raise":
             raise FloatingPointError(
                 f"the loss was NaN or inf in batch {first}; the optimizer step was not taken, weights and "
@@ -393,7 +463,9 @@ class TrainingStep:
         except Exception as error:
             patch.undo()
             step()  # an error of the user's own comes out here
-            patch.reject(f"it failed in step {self._counters.steps + 1}: {first_line(error)}")
+            self._patches.give_up(
+                [patch], f"it failed in step {self._counters.steps + 1}: {first_line(error)}"
+            )
 
     def _zero_grad(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -431,10 +503,23 @@ class TrainingStep:
             rule = self._patches.rule
             how = "counts the same" if rule is None else f"weighs by its labels in {rule.path!r}"
             notes.append(f"Each of the {self._loop.accumulate} micro-batches of a step {how}.")
-        return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, self._patches.proved)
+        tuning = Tuning() if self._tuner is None else self._tuner.tuning
+        proved = self._patches.proved and not self.tuning
+        return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, proved, tuning)
+
+    def stop_tuning(self, reason: str = "tuning was stopped") -> None:
+        """Keep what is decided for, leave the rest as it was, and measure no more."""
+        if self._tuner is not None:
+            self._tuner.stop(reason)
+
+    @property
+    def tuning(self) -> bool:
+        """Whether patches are still being introduced one at a time."""
+        return self._tuner is not None and self._tuner.active
 
     def undo(self) -> None:
         """Restore every class, attribute, flag and backend setting; the step goes on as a plain one."""
+        self.stop_tuning("undone")
         self._undo()
         self._patches.give_up(list(self._patches), "undone")
         self._patches.proved = True
@@ -450,7 +535,7 @@ class TrainingStep:
             "scaler": None if scaler is None else scaler.state_dict(),
             "counters": dict(vars(self._counters)),
             "decisions": self._patches.decisions(),
-            "proved": self._patches.proved,
+            "proved": self._patches.proved and not self.tuning,
             "hardware": self.plan.hardware,
         }
 
@@ -461,6 +546,7 @@ class TrainingStep:
         self._counters = Counters(**state["counters"])
         if state["hardware"] == self.plan.hardware and state["proved"]:
             self._patches.take_over(state["decisions"])
+            self.stop_tuning("it was not decided")
 
 
 def _nothing() -> None:

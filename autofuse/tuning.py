@@ -1,115 +1,323 @@
-"""The patches of a plan, introduced one at a time on a real batch and kept only if they are proved."""
+"""The tuner: patches introduced one at a time on the user's real steps, timed, kept or undone.
+
+It starts from the loop as it was. Every step that is taken meanwhile is a valid training step: what
+is tried has been proved to give the same result. A patch is first tried right after steps without it;
+where the answer is not clear at once, steps with and without it take turns until it is, or until the
+budget is spent: then the loop stays as it was without the patch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from autofuse.clock import Sample
+from autofuse.distributed import Agreement
 from autofuse.patch import Patch, Rejected
-from autofuse.proof import Error, Outcome, compare, evaluate, widened
+from autofuse.patches import Patches
+from autofuse.report import Tuning
+from autofuse.trial import Trial
 
-__all__ = ["Prover"]
+__all__ = ["Tuner"]
 
-# A change of precision costs accuracy: it must win by more than the noise of a single measurement.
-WORTH_ITS_ACCURACY = 1.15
-LONG_RUN = 0.2  # seconds
-# Of a change of precision itself only this can be asked: that the loss is still the same loss.
-SAME_LOSS = 0.1
+# A trial ends when this many of its steps had something in them that happens once.
+UNSETTLED = 10
+# The latest steps of a state, which the next one is compared with.
+RECENT = 6
+# What a module's patch is taken to cost inside a compiled region, at the most, if it brought less alone.
+INNER_GAIN = 0.02
+# Turns are at least this long, so that changing over costs little where steps are short.
+TURN_SECONDS, TURN_STEPS = 0.1, 8
+# What tuning may cost beyond the training that it performs, in steps of the loop as it was; compiling,
+# which is weighed against the steps to come, is not counted.
+BUDGET = 40
+
+# Yields the patches that are due for a proof, or None to be sent the next step's sample.
+Steps = Generator[Sequence[Patch] | None, Any, Any]
+State = Callable[[], object]
 
 
-class Prover:
-    """Proves patches against the unpatched step.
+class Tuner:
+    """Decides about the patches of one training step.
 
     Args:
-        loss_of: the forward of one step on one batch, with whatever is applied at the moment.
-        apply: applies a patch and keeps the way back.
-        precision: the dtype in which the step computes at the moment.
-        others: modules beside the model that the step may change (a criterion's buffers).
+        patches: none of them is applied yet.
+        agreement: the processes that train the same model: all decide by the first one's clock.
+        steps_left: optimizer steps still to come.
+        say: is told what is being measured.
+        done: is called when everything is decided.
+
+    Attributes:
+        due: the patches that are to be proved on the next batch; then call `proved`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: Sequence[Tensor],
-        loss_of: Callable[[], Tensor],
-        apply: Callable[[Patch], None],
-        precision: Callable[[], torch.dtype],
-        others: Sequence[nn.Module] = (),
+        patches: Patches,
+        agreement: Agreement,
+        steps_left: Callable[[], int],
+        say: Callable[[str], object] = lambda text: None,
+        done: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model, self._parameters, self._loss_of = model, parameters, loss_of
-        self._apply, self._precision, self._others = apply, precision, others
-        self._own: Error | None = None  # the unpatched step's own error at a lower precision
-        self.errors: dict[str, float] = {}
+        self._patches, self._agreement, self._steps_left = patches, agreement, steps_left
+        self._say, self._done = say, done
+        self.tuning = Tuning("waiting")
+        self.due: Sequence[Patch] | None = None
+        self._recent: list[Sample] = []
+        self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
+        self._script = self._tune()
+        self._go_on(None)
 
-    def prove(self, patches: Sequence[Patch], reference: Outcome) -> None:
-        """Apply and prove each patch in turn; what fails is undone and rejected with its reason."""
-        again = self._evaluate()
-        drift, seconds = compare(reference, again), again.seconds
-        if self._precision() != torch.float32:  # a narrow model is held against itself in float32
-            with widened(self._model):
-                reference = self._evaluate()
-            self._own = compare(reference, again)
-        for patch in patches:
-            if not patch.accepted:
-                continue
-            if not drift.within():
-                reason = f"the unpatched step itself is not reproducible, so nothing can be proved: {drift}"
-            else:
-                reason = self._prove_one(patch, reference, seconds) or ""
-            if reason:
-                patch.undo()
-                patch.reject(reason)
+    @property
+    def active(self) -> bool:
+        return self.tuning.state in ("waiting", "measuring")
 
-    def reference(self) -> Outcome:
-        """The unpatched step. An error here is the user's own."""
-        return self._evaluate()
+    def proved(self, seconds: float) -> None:
+        """The patches that were due are proved or rejected; it took so long."""
+        self.tuning.seconds += seconds
+        self._go_on(None)
 
-    def _evaluate(self) -> Outcome:
-        return evaluate(self._loss_of, self._model, self._parameters, self._others)
+    def sample(self, sample: Sample) -> None:
+        """An optimizer step was taken."""
+        if not self.active:
+            return
+        sample = self._agreement.of_first(sample)
+        tuning = self.tuning
+        tuning.state = "measuring"
+        tuning.steps += 1
+        tuning.seconds += sample.seconds
+        if sample.one_off:
+            self._uncounted += sample.seconds
+        if self.due is None:
+            self._go_on(sample)
+        if tuning.baseline_ms is not None:
+            tuning.extra_seconds = tuning.seconds - tuning.steps * tuning.baseline_ms / 1e3
 
-    def _prove_one(self, patch: Patch, reference: Outcome, seconds: float) -> str | None:
-        """None if the patch is kept, else why not."""
-        verdict = patch.pays(seconds) if patch.pays is not None else None
-        if isinstance(verdict, Rejected):
-            return verdict.reason
+    def stop(self, reason: str) -> None:
+        """Decide nothing more: what is kept stays, the rest is given up."""
+        if self.active:
+            self._patches.give_up(self._undecided(), reason)
+            self._finish()
+
+    def _go_on(self, sample: Sample | None) -> None:
         try:
-            self._apply(patch)
-            outcome = self._evaluate()
-        except Exception as exception:
-            return f"it failed on the first batch: {_first_line(exception)}"
-        error = compare(reference, outcome)
-        self.errors[patch.name] = error.largest
-        if patch.exact:
-            return None if error.within(self._own, self._precision()) else f"it changes the result: {error}"
-        if not error.loss <= SAME_LOSS:
-            return f"it changes the result: {error}"
-        reason = self._slower(patch) if patch.timed else None
-        if reason is None:
-            self._own = error
-        return reason
+            self.due = self._script.send(sample)
+        except StopIteration:
+            self._finish()
 
-    def _slower(self, patch: Patch) -> str | None:
-        """Interleaved pairs of runs on the first batch, more of them where a run is short."""
-        with_it, without = [self._evaluate().seconds], []
-        long = with_it[0] > LONG_RUN
-        pairs = 3 if long else 5
-        for _ in range(pairs):
+    def _finish(self) -> None:
+        self.tuning.state, self.due = "done", None
+        self._done()
+
+    # --- the order of things ---------------------------------------------------------------------
+
+    def _tune(self) -> Steps:
+        patches = self._patches
+        precision = [p for p in patches if not p.exact and p.accepted]
+        yield precision
+        if not self._undecided():
+            return
+        patches.keep([p for p in precision if p.forced])
+        yield None  # the first step makes the optimizer's state, and whatever else is made once
+        yield from self._collect(2)
+        self.tuning.baseline_ms = 1e3 * sum(s.seconds for s in self._recent) / len(self._recent)
+        for patch in precision:
+            yield from self._introduce(patch)
+        exact = [p for p in self._undecided() if not p.encloses]
+        if any(p.in_forward for p in exact):
+            yield exact
+        for patch in sorted(exact, key=patches.slowness):  # what the proof saw pays early
+            yield from self._introduce(patch)
+        for patch in self._undecided():
+            yield from self._introduce_dear(patch)
+        yield from self._compare_with_nothing()
+
+    def _undecided(self) -> list[Patch]:
+        return [p for p in self._patches if p.accepted and p.name not in self._patches.kept]
+
+    def _introduce(self, patch: Patch) -> Steps:
+        """Keep a proved patch if it makes the step faster, else undo it."""
+        patches = self._patches
+        if not patch.accepted or patch.name in patches.kept:
+            return
+        if self._overspent():
+            self._drop(patch, "not tried: tuning has spent its budget")
+            return
+        states = patch.undo, lambda: patches.apply_or_reject(patch)
+        trial = Trial(patch.worth)
+        helps = yield from self._try(trial, states, patch)
+        if patch.accepted:
+            patches.record(patch, trial)
+            self._settle(trial, states, helps or patch.forced)
+            if helps or patch.forced:
+                patches.keep([patch])
+            else:
+                self._drop(patch, trial.why_not())
+
+    def _introduce_dear(self, patch: Patch) -> Steps:
+        """A patch with a price (compile): prove it only where it pays; then try what it encloses
+        without, and its dearer forms."""
+        verdict = None if patch.pays is None else patch.pays(self._seconds())
+        reason = self._agreement.objection(verdict.reason if isinstance(verdict, Rejected) else None)
+        if reason is not None:
+            self._drop(patch, reason)
+            return
+        patch.pays = None
+        spent = self.tuning.seconds
+        yield [patch]
+        price = self.tuning.seconds - spent
+        self._uncounted += price  # weighed against the steps to come
+        yield from self._introduce(patch)
+        if patch.applied and patch.encloses:
+            yield from self._try_without_inner(patch, price)
+        if patch.applied:
+            yield from self._upgrade(patch)
+
+    def _try_without_inner(self, outer: Patch, price: float) -> Steps:
+        """What wins alone may lose in company: a fused norm inside a compiled region."""
+        for patch in [p for p in self._patches if p.in_modules and p.applied]:
+            gain = max(self._patches.row(patch).gain or 0.0, INNER_GAIN)
+            if gain * self._seconds() * self._steps_left() < price or self._overspent():
+                continue  # compiling without it would cost more than that could bring
+            trial = Trial()
+            states = self._applying(patch), patch.undo
+            helps = yield from self._try(trial, states, outer)
+            self._settle(trial, states, helps)
+            if helps:
+                found = trial.estimate()
+                self._drop(patch, f"it helps alone, but {outer.name} does without it: {found} faster")
+
+    def _upgrade(self, patch: Patch) -> Steps:
+        """Replace a kept patch by its dearer forms, as long as that pays."""
+        patches = self._patches
+        while patch.upgrade is not None:
+            better = patch.upgrade(self._seconds())
+            reason = self._agreement.objection(better.reason if isinstance(better, Rejected) else None)
+            if reason is not None or isinstance(better, Rejected):
+                patch.reason += f"; {reason}"
+                return
+            trial, helps = Trial(), False
+            states = self._switching(better, patch), self._switching(patch, better)
             patch.undo()
-            without.append(self._evaluate().seconds)
-            self._apply(patch)
-            with_it.append(self._evaluate().seconds)
-        ratios = [a / b for a, b in zip(without, with_it[1:], strict=True)]
-        if median(ratios) >= WORTH_ITS_ACCURACY and (long or min(ratios) >= 1):
-            return None
-        return (
-            f"not worth its accuracy: the first batch took {median(with_it[1:]) * 1e3:.1f} ms with it and "
-            f"{median(without) * 1e3:.1f} ms without"
-        )
+            patches.replace(patch, better)
+            yield [better]
+            if better.accepted:
+                states[0]()
+                helps = yield from self._try(trial, states, better)
+            self._settle(trial, states, helps)
+            if not helps:
+                patch.reason += (
+                    f"; {better.reason if not better.accepted else trial.why_not()} as {better.reason}"
+                )
+                return
+            patches.record(better, trial, further=True)
+            patch = better
+
+    def _compare_with_nothing(self) -> Steps:
+        """All that is kept, at once, against the loop as it was: never slower is a promise."""
+        tuning, patches = self.tuning, self._patches
+        kept = [p for p in patches if p.name in patches.kept]
+        tuning.final_ms, tuning.gain = tuning.baseline_ms, 0.0
+        if not kept:
+            return
+        if len(kept) == 1 and (row := patches.row(kept[0])).gain is not None:
+            tuning.baseline_ms, tuning.final_ms = row.before_ms, row.after_ms
+            tuning.gain, tuning.interval = row.gain, row.interval
+            return
+        trial = Trial()
+        states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
+        helps = yield from self._try(trial, states, None)
+        found = trial.estimate()
+        self._settle(trial, states, helps or any(p.forced for p in kept) or found.gain > 0)
+        tuning.baseline_ms = tuning.final_ms = found.before * 1e3
+        if not kept[0].applied:
+            for patch in kept:
+                self._drop(patch, f"all that was kept is slower together than the loop as it was: {found}")
+            return
+        tuning.final_ms, tuning.gain = found.after * 1e3, found.gain
+        tuning.interval = found.low, found.high
+
+    # --- one trial -------------------------------------------------------------------------------
+
+    def _try(self, trial: Trial, states: tuple[State, State], new: Patch | None) -> Steps:
+        """Whether the second state's steps are clearly faster than the first's, which holds now.
+
+        Args:
+            new: what is in the second state for the first time; the trial ends if it is rejected.
+        """
+        turn = 0
+        if new is not None:
+            yield from self._collect(2)
+            for sample in self._recent[-4:]:
+                trial.add(sample, turn)
+            turn = 1
+        warm, unsettled = new is None, 0
+        while trial.verdict() is None and not trial.exhausted and unsettled <= UNSETTLED:
+            if self._overspent() and min(trial.count(0), trial.count(1)) >= 2:
+                break
+            states[trial.arm(turn)]()
+            for _ in range(self._turn(trial)):
+                sample = yield None
+                while sample.one_off or (turn == 1 and not warm):
+                    warm, unsettled = True, unsettled + sample.one_off
+                    if unsettled > UNSETTLED or (new is not None and not new.accepted):
+                        return False
+                    sample = yield None
+                if new is not None and not new.accepted:
+                    return False
+                trial.add(sample, turn)
+                self._tell(trial, new)
+                if trial.verdict() is not None:
+                    break
+            turn += 1
+        return bool(trial.verdict())
+
+    def _settle(self, trial: Trial, states: tuple[State, State], second: bool) -> None:
+        states[second]()
+        self._recent = trial.of(int(second))[-RECENT:]
+
+    def _collect(self, count: int) -> Steps:
+        """Steps of the state as it is, to compare the next one with."""
+        while len(self._recent) < count:
+            sample = yield None
+            if not sample.one_off:
+                self._recent.append(sample)
+
+    def _turn(self, trial: Trial) -> int:
+        """Steps in a row of one state: few, but so many that changing over costs little."""
+        seconds = [s.seconds for arm in (0, 1) for s in trial.of(arm)] or [s.seconds for s in self._recent]
+        mean = sum(seconds) / max(len(seconds), 1)
+        return max(2, min(TURN_STEPS, round(TURN_SECONDS / max(mean, 1e-6))))
+
+    def _seconds(self) -> float:
+        """Of a step as it is now."""
+        return sum(s.seconds for s in self._recent) / len(self._recent) if self._recent else 0.0
+
+    def _overspent(self) -> bool:
+        tuning = self.tuning
+        if tuning.baseline_ms is None:
+            return False
+        baseline = tuning.baseline_ms / 1e3
+        return tuning.seconds - self._uncounted - tuning.steps * baseline > BUDGET * baseline
+
+    def _applying(self, patch: Patch) -> State:
+        return lambda: self._patches.apply_or_reject(patch)
+
+    def _switching(self, leave: Patch, enter: Patch) -> State:
+        return lambda: self._patches.switch(leave, enter)
+
+    def _drop(self, patch: Patch, reason: str) -> None:
+        self._patches.kept.discard(patch.name)
+        self._patches.give_up([patch], reason)
+
+    def _tell(self, trial: Trial, patch: Patch | None) -> None:
+        name = "all together" if patch is None else patch.name
+        if min(trial.count(0), trial.count(1)) >= 2:
+            self._say(f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps")
+        else:
+            self._say(f"{name}: measuring")
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _undo_all(patches: Sequence[Patch]) -> None:
+    for patch in reversed(patches):
+        patch.undo()

@@ -26,6 +26,7 @@ class Loop:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     on_nonfinite: str = "report"
+    steps: int | None = None
 
 
 @dataclass

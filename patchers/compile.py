@@ -123,6 +123,7 @@ def _patch(context: Context, kinds: Sequence[Kind], sites: list[Site], strategy:
         reason=_reason(kinds, strategy),
         blames=is_compile_error,
         encloses=True,
+        forced=forced,
         pays=None if forced else functools.partial(_pays, len(kinds), strategy, context.steps),
     )
     # Made once and kept through undo and apply, so that a proof does not compile everything twice.

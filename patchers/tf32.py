@@ -107,7 +107,7 @@ def find(context: Context) -> Patch | Rejected:
     if not off:
         return Rejected("already enabled: float32 matrix products and convolutions run in TF32")
     sites = [Site(switch.path, switch.work, operation="tf32", provider="torch") for switch in off]
-    return Patch(sites, _change, reason=reason, exact=False)
+    return Patch(sites, _change, reason=reason, exact=False, forced=context.precision == "tf32")
 
 
 def _change(transaction: Transaction, sites: Sequence[Site]) -> None:

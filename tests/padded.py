@@ -46,7 +46,7 @@ class Watched:
     def __init__(self, model, **options):
         self.plain, self.fast, self.seen = model(), model(), []
         options = {"precision": "fp32", "compile": False, "only": ["padding"], "measure": False, **options}
-        self.step = autofuse.optimize(self.fast, None, **options)
+        self.step = autofuse.optimize(self.fast, None, **{"measure": False, **options})
         self.fast.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module, args, kwargs):

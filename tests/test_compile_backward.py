@@ -66,7 +66,9 @@ def penalty_loop(penalty_from: int, step_of=None) -> tuple[list[float], object]:
 
 
 def compiled(critic: nn.Module, optimizer: torch.optim.Optimizer) -> autofuse.TrainingStep:
-    return autofuse.optimize(critic, optimizer, compile=True, precision="fp32", only=["compile"])
+    return autofuse.optimize(
+        critic, optimizer, compile=True, precision="fp32", only=["compile"], measure=False
+    )
 
 
 def test_a_gradient_penalty_in_pieces_falls_back_to_eager() -> None:
@@ -89,7 +91,7 @@ def test_a_penalty_in_a_forward_is_done_again_without_compile() -> None:
     fast.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(fast.parameters(), lr=0.0)
     step = autofuse.optimize(
-        fast, optimizer, forward=loss_of, compile=True, precision="fp32", only=["compile"]
+        fast, optimizer, forward=loss_of, compile=True, precision="fp32", only=["compile"], measure=False
     )
     x = torch.randn(4, 8).requires_grad_()
     assert step(x).item() == pytest.approx(loss_of(plain, x).item(), rel=1e-5)

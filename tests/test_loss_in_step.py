@@ -38,7 +38,7 @@ def batch(number=0, kept=1.0, rows=2):
 
 def optimize(net, optimizer=None, **options):
     options = {"precision": "fp32", "compile": False, **options}
-    return autofuse.optimize(net, optimizer, **options)
+    return autofuse.optimize(net, optimizer, **{"measure": False, **options})
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.15])
@@ -54,7 +54,7 @@ def test_losses_equal_the_plain_loops(kept, dropout):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    step = optimize(fast, torch.optim.AdamW(fast.parameters(), lr=1e-2))
+    step = optimize(fast, torch.optim.AdamW(fast.parameters(), lr=1e-2), measure=False)
     torch.manual_seed(1)
     assert [step(batch(number, kept)).item() for number in range(4)] == pytest.approx(expected, rel=1e-5)
     row = step.report["loss"]
@@ -64,7 +64,7 @@ def test_losses_equal_the_plain_loops(kept, dropout):
 def test_the_outputs_that_are_returned_stay_right():
     net = model()
     before = copy.deepcopy(net)
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0), measure=False)
     loss, outputs = step(batch(), return_outputs=True)
     expected = before(**batch())
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
@@ -77,7 +77,7 @@ def test_the_outputs_that_are_returned_stay_right():
 def test_logits_that_the_loop_still_holds_stay_that_forwards():
     """The legacy way to count accuracy: read after the step. The loop holds them, so they are built."""
     net = model()
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0), measure=False)
     held = []
     for number in range(3):
         expected = copy.deepcopy(net)(**batch(number)).logits
@@ -96,7 +96,7 @@ def test_logits_that_nobody_holds_are_never_built(monkeypatch):
     monkeypatch.setattr(operation, "_budget", lambda device: 1 << 20)
     monkeypatch.setattr(operation, "LEAST_ROWS", 16)
     net = model()
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0), measure=False)
     step(batch())
     largest = [0]
 
@@ -116,7 +116,7 @@ def test_logits_that_nobody_holds_are_never_built(monkeypatch):
 
 def test_a_loss_outside_of_the_model_stays_lazy_in_pieces():
     net = model()
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), measure=False)
     for number in range(4):
         given = batch(number)
         with step.autocast():
@@ -138,7 +138,7 @@ def test_accumulation_is_the_joined_batch(counts):
     plain(**joined).loss.backward()
     optimizer = torch.optim.SGD(fast.parameters(), lr=1.0)
     weights = [p.detach().clone() for p in fast.parameters()]
-    step = optimize(fast, optimizer, accumulate=len(batches))
+    step = optimize(fast, optimizer, accumulate=len(batches), measure=False)
     for each in batches:
         step(each)
     difference = norm = 0.0
@@ -156,7 +156,7 @@ def test_evaluation_and_generation_are_as_before():
         expected = net(ids).logits
     generated = net.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
     net.train()
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.0), measure=False)
     step(batch())
     net.eval()
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_evaluation_and_generation_are_as_before():
 
 def test_undo_gives_the_layer_back():
     net = model()
-    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), measure=False)
     step(batch())
     assert type(net.lm_head) is not torch.nn.Linear
     step.undo()
@@ -178,7 +178,7 @@ def test_undo_gives_the_layer_back():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_lower_precision(precision):
     net = model()
-    step = optimize(net, torch.optim.AdamW(net.parameters(), lr=1e-3), precision=precision)
+    step = optimize(net, torch.optim.AdamW(net.parameters(), lr=1e-3), precision=precision, measure=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *a, **k: None)
         losses = [step(batch()).item() for _ in range(8)]

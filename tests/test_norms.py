@@ -35,7 +35,7 @@ def optimized(norm, **options):
     model = Holder(norm)
     plain = copy.deepcopy(model)
     settings = {"loss_fn": F.mse_loss, "only": ["norms"], **PLAIN, **options}
-    return plain, model, autofuse.optimize(model, **settings)
+    return plain, model, autofuse.optimize(model, **{"measure": False, **settings})
 
 
 def data(scale=1.0):
@@ -115,7 +115,7 @@ def test_two_norms_of_one_class_with_another_eps_each():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(SIZE, eps=1e-5), nn.LayerNorm(SIZE, eps=1.0))
     plain, inputs = copy.deepcopy(model), data()[0]
-    step = autofuse.optimize(model, loss_fn=F.mse_loss, **PLAIN)
+    step = autofuse.optimize(model, loss_fn=F.mse_loss, **{"measure": False, **PLAIN})
     expected = F.mse_loss(plain(inputs), data()[1]).item()
     assert step(*data()).item() == pytest.approx(expected, rel=1e-6)
     assert len(step.report["norms"].accepted) == 2
@@ -132,7 +132,7 @@ def test_a_look_alike_is_left_alone_and_trains_as_before(name):
     model = Holder(norm)
     plain = Holder(norm) if name == "replaced on the instance" else copy.deepcopy(model)
     plain.load_state_dict(model.state_dict())
-    step = autofuse.optimize(model, loss_fn=F.mse_loss, only=["norms"], **PLAIN)
+    step = autofuse.optimize(model, loss_fn=F.mse_loss, only=["norms"], **{"measure": False, **PLAIN})
     assert type(model.norm) is kind and not step.plan["norms"].accepted
     if name != "parametrized":  # its class is PyTorch's own invention
         (site,) = step.plan["norms"].sites
@@ -166,7 +166,7 @@ def test_the_reason_names_what_is_in_the_way(name, reason):
 def test_other_modules_are_left_alone(name):
     model = nn.Sequential(OTHERS[name](), nn.LayerNorm(SIZE))
     kind = type(model[0])
-    step = autofuse.optimize(model, **PLAIN)
+    step = autofuse.optimize(model, **{"measure": False, **PLAIN})
     assert type(model[0]) is kind
     assert [site.path for site in step.plan["norms"].sites] == ["1"]
 
@@ -194,7 +194,7 @@ def test_recognition_warns_of_nothing(name):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             recognise(norm)
-            autofuse.optimize(Holder(norm), **PLAIN)
+            autofuse.optimize(Holder(norm), **{"measure": False, **PLAIN})
     finally:
         torch.set_warn_always(False)
     assert not [str(warning.message) for warning in caught]
@@ -203,7 +203,7 @@ def test_recognition_warns_of_nothing(name):
 def test_a_hook_is_not_called_by_the_recognition():
     norm, calls = nn.LayerNorm(SIZE), []
     norm.register_forward_hook(lambda *_: calls.append(1))
-    autofuse.optimize(nn.Sequential(norm, nn.Linear(SIZE, 1)), **PLAIN)
+    autofuse.optimize(nn.Sequential(norm, nn.Linear(SIZE, 1)), **{"measure": False, **PLAIN})
     assert not calls
 
 
@@ -293,7 +293,7 @@ def test_the_fast_path_of_the_transformer_encoder_still_works(norm_first, monkey
     layer = nn.TransformerEncoderLayer(SIZE, 2, 24, 0.0, batch_first=True, norm_first=norm_first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     plain, inputs = copy.deepcopy(model), data()[0]
-    step = autofuse.optimize(model, loss_fn=F.mse_loss, **PLAIN)
+    step = autofuse.optimize(model, loss_fn=F.mse_loss, **{"measure": False, **PLAIN})
     assert len(step.plan["norms"].accepted) == 4
     calls, native = [], torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: calls.append(1) or native(*a))

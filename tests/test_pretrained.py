@@ -66,7 +66,7 @@ def test_fine_tuning_gives_the_losses_of_the_plain_loop(batches):
         expected.append(loss.item())
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(fast.parameters(), lr=2e-5)
-    step = autofuse.optimize(fast, optimizer, forward=cosine_loss, **PLAIN)
+    step = autofuse.optimize(fast, optimizer, forward=cosine_loss, **{"measure": False, **PLAIN})
     losses = [step(batch).item() for batch in batches]
     assert close(losses, expected), (losses, expected)
     assert len(set(expected)) == len(batches)
@@ -80,7 +80,9 @@ def test_it_knows_what_it_was_trained_for(batches):
     model = load().eval()
     with torch.no_grad():
         before = [(embed(model, left) * embed(model, right)).sum(-1) for left, right, _ in batches]
-    autofuse.optimize(model, torch.optim.AdamW(model.parameters()), forward=cosine_loss, **PLAIN)
+    autofuse.optimize(
+        model, torch.optim.AdamW(model.parameters()), forward=cosine_loss, **PLAIN, measure=False
+    )
     with torch.no_grad():
         after = [(embed(model, left) * embed(model, right)).sum(-1) for left, right, _ in batches]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -91,7 +93,7 @@ def test_it_knows_what_it_was_trained_for(batches):
 def test_saved_weights_load_where_they_came_from(batches, tmp_path):
     model = load()
     step = autofuse.optimize(
-        model, torch.optim.AdamW(model.parameters(), lr=2e-5), forward=cosine_loss, **PLAIN
+        model, torch.optim.AdamW(model.parameters(), lr=2e-5), forward=cosine_loss, **PLAIN, measure=False
     )
     step(batches[0])
     model.save_pretrained(tmp_path)

@@ -56,7 +56,7 @@ def test_same_objects_and_key_order(name):
     model = case.model()
     optimizer = adamw(model)
     before, kinds = identities(model, optimizer), {n: type(m) for n, m in model.named_modules()}
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     fast_loop(case, step, 2)
     assert identities(model, optimizer) == before
     assert step.model is model and step.optimizer is optimizer
@@ -70,7 +70,7 @@ def test_root_keeps_its_class_and_only_norms_are_swapped(name):
     case = CASES[name]
     model = case.model()
     kinds = {n: type(m) for n, m in model.named_modules()}
-    step = optimize(case, model, only=["norms"])
+    step = optimize(case, model, only=["norms"], measure=False)
     swapped = {n for n, m in model.named_modules() if type(m) is not kinds[n]}
     assert swapped and "" not in swapped
     assert swapped == {site.path for site in step.report["norms"].accepted}
@@ -83,7 +83,7 @@ def test_optimizer_state_dict_has_the_plain_format(name):
     plain, fast = case.model(), case.model()
     optimizers = adamw(plain), adamw(fast)
     plain_loop(case, plain, optimizers[0], 2)
-    fast_loop(case, optimize(case, fast, optimizers[1]), 2)
+    fast_loop(case, optimize(case, fast, optimizers[1], measure=False), 2)
     a, b = (optimizer.state_dict() for optimizer in optimizers)
     assert list(a["state"]) == list(b["state"])
     for left, right in zip(a["state"].values(), b["state"].values(), strict=True):
@@ -109,7 +109,7 @@ def test_losses_of_several_steps_equal_the_plain_loops(name, dropout):
     expected = plain_loop(case, plain, adamw(plain), 4)
     torch.manual_seed(5)
     optimizer = adamw(fast)
-    step = optimize(case, fast, optimizer)
+    step = optimize(case, fast, optimizer, measure=False)
     losses = fast_loop(case, step, 4)
     assert close(losses, expected), (losses, expected)
     assert step.report["norms"].status == "kept"
@@ -128,7 +128,7 @@ def test_gradients_equal_the_plain_steps(name, dropout):
     expected = loss_of(case, plain)
     expected.backward()
     torch.manual_seed(5)
-    loss = optimize(case, fast)(*arguments(case))
+    loss = optimize(case, fast, measure=False)(*arguments(case))
     assert close(loss.item(), expected.item())
     assert gradient_error(plain, fast) < GRADIENT
 
@@ -146,7 +146,7 @@ def test_optimize_consumes_no_random_numbers_and_the_step_as_many_as_a_plain_one
     model, plain = case.model(0.1), case.model(0.1)
     optimizer = adamw(model)
     before = generators()
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     assert generators() == before
     step(*arguments(case))
     after = generators()
@@ -206,7 +206,7 @@ def test_no_global_is_changed(name):
     optimizer.zero_grad()
     kinds = {type(m): dict(vars(type(m))) for m in model.modules()}
     before = global_state()
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     for moment in ("optimize", "step"):
         for what, value in global_state().items():
             assert value == before[what], f"{what} after {moment}"
@@ -241,7 +241,7 @@ def test_undo_restores_every_class_and_attribute(name, steps):
     model = case.model()
     optimizer = adamw(model)
     before = shape_of(model, optimizer)
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     assert shape_of(model, optimizer) != before
     fast_loop(case, step, steps)
     autofuse.undo(model) if steps else step.undo()
@@ -253,7 +253,7 @@ def test_training_goes_on_after_undo_as_the_plain_loop_would(name):
     case = CASES[name]
     plain, fast = case.model(), case.model()
     expected = plain_loop(case, plain, adamw(plain), 4)
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     losses = fast_loop(case, step, 2)
     step.undo()
     losses += [step(*arguments(case, number)).item() for number in (2, 3)]
@@ -265,7 +265,7 @@ def test_undo_right_after_optimize_is_bit_exact(name):
     case = CASES[name]
     plain, fast = case.model(), case.model()
     optimizers = adamw(plain), adamw(fast)
-    optimize(case, fast, optimizers[1]).undo()
+    optimize(case, fast, optimizers[1], measure=False).undo()
     assert plain_loop(case, plain, optimizers[0], 3) == plain_loop(case, fast, optimizers[1], 3)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fast.parameters(), strict=True))
 
@@ -278,7 +278,7 @@ def test_undo_right_after_optimize_is_bit_exact(name):
 def test_outputs_in_evaluation_are_bit_equal(name, context):
     case = CASES[name]
     model, plain = case.model(), case.model()
-    fast_loop(case, optimize(case, model, adamw(model)), 2)
+    fast_loop(case, optimize(case, model, adamw(model), measure=False), 2)
     plain.load_state_dict(model.state_dict())
     with context():
         expected, found = outputs(case, plain.eval()), outputs(case, model.eval())
@@ -292,7 +292,7 @@ def test_outputs_in_evaluation_are_bit_equal(name, context):
 def test_outputs_in_evaluation_with_gradients_and_in_training(name):
     case = CASES[name]
     model, plain = case.model(), case.model()
-    optimize(case, model)(*arguments(case))
+    optimize(case, model, measure=False)(*arguments(case))
     loss_of(case, plain)  # a forward in training: BatchNorm's statistics move
     for mode in (False, True):
         found, expected = outputs(case, model.train(mode)), outputs(case, plain.train(mode))
@@ -306,7 +306,7 @@ def test_outputs_in_evaluation_with_gradients_and_in_training(name):
 def test_generate_gives_the_same_tokens(name, sampled):
     case = CASES[name]
     model, plain = case.model(), case.model()
-    fast_loop(case, optimize(case, model, adamw(model)), 1)
+    fast_loop(case, optimize(case, model, adamw(model), measure=False), 1)
     plain.load_state_dict(model.state_dict())
     tokens = []
     for each in (plain.eval(), model.eval()):

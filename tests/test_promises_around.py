@@ -67,7 +67,7 @@ def test_hooks_see_what_they_saw(name, moment):
     expected = Recorder(plain)
     found = Recorder(fast) if moment == "before" else None
     optimizer = adamw(fast)
-    step = optimize(case, fast, optimizer)
+    step = optimize(case, fast, optimizer, measure=False)
     found = Recorder(fast) if moment == "after" else found
     losses = [step(*arguments(case, 0)).item()]
     found = found or Recorder(fast)
@@ -87,7 +87,7 @@ def test_hooks_see_what_they_saw(name, moment):
 def test_a_hook_that_changes_the_output_of_a_norm_does_so(name, moment):
     case = CASES[name]
     plain, fast = case.model(), case.model()
-    path = optimize(case, case.model()).plan["norms"].accepted[0].path
+    path = optimize(case, case.model(), measure=False).plan["norms"].accepted[0].path
 
     def double(module, inputs, output):
         return output * 2
@@ -95,7 +95,7 @@ def test_a_hook_that_changes_the_output_of_a_norm_does_so(name, moment):
     plain.get_submodule(path).register_forward_hook(double)
     if moment == "before":
         fast.get_submodule(path).register_forward_hook(double)
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     if moment == "after":
         fast.get_submodule(path).register_forward_hook(double)
     assert close(fast_loop(case, step, 3), plain_loop(case, plain, adamw(plain), 3))
@@ -107,7 +107,7 @@ def test_gradient_hooks_on_parameters():
     for model in (plain, fast):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * 0.5)
-    step = optimize(case, fast)
+    step = optimize(case, fast, measure=False)
     step(*arguments(case))
     loss_of(case, plain).backward()
     assert gradient_error(plain, fast) < 1e-4
@@ -130,7 +130,7 @@ def test_an_optimizer_that_steps_inside_the_backward():
             parameter.register_post_accumulate_grad_hook(act)
     loss_of(case, models[0], 0).backward()
     taken = len(steps)
-    step = optimize(case, models[1])
+    step = optimize(case, models[1], measure=False)
     step(*arguments(case, 0))
     assert len(steps) == 2 * taken
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -151,7 +151,7 @@ def test_gradient_checkpointing(name, reentrant):
     torch.manual_seed(2)
     expected = plain_loop(case, plain, adamw(plain), 3)
     torch.manual_seed(2)
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     assert close(fast_loop(case, step, 3), expected)
     assert step.report["norms"].status == "kept", step.report["norms"].reason
 
@@ -180,7 +180,7 @@ def test_checkpointing_written_by_hand(reentrant):
     loss.backward()
     inputs.grad = None
     torch.manual_seed(2)
-    step = autofuse.optimize(fast, loss_fn=nn.functional.mse_loss, **PLAIN)
+    step = autofuse.optimize(fast, loss_fn=nn.functional.mse_loss, **{"measure": False, **PLAIN})
     assert close(step(inputs, targets).item(), loss.item())
     assert gradient_error(plain, fast) < 1e-4
     assert inputs.grad is not None
@@ -204,7 +204,7 @@ def test_frozen_parameters_stay_and_the_others_train_as_before(name, which):
     freeze(plain, which), freeze(fast, which)
     frozen = {n: p.detach().clone() for n, p in fast.named_parameters() if not p.requires_grad}
     assert frozen
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     assert close(fast_loop(case, step, 3), plain_loop(case, plain, adamw(plain), 3))
     for parameter_name, value in frozen.items():
         parameter = fast.get_parameter(parameter_name)
@@ -215,7 +215,7 @@ def test_unfreezing_and_freezing_in_mid_training():
     case = CASES["bert-cls"]
     plain, fast = case.model(), case.model()
     freeze(plain, "norms"), freeze(fast, "norms")
-    step = optimize(case, fast)
+    step = optimize(case, fast, measure=False)
     step(*arguments(case))
     for model in (plain, fast):
         model.zero_grad()
@@ -237,7 +237,7 @@ def test_peft_adapters(name, tmp_path):
         config = peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False)
         wrapped.append(peft.get_peft_model(case.model(), config).train())
     plain, fast = wrapped
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     assert close(fast_loop(case, step, 3), plain_loop(case, plain, adamw(plain), 3))
     assert step.report["norms"].accepted
     fast.save_pretrained(tmp_path)
@@ -266,7 +266,7 @@ def test_a_scheduler_made_before_the_call(name, kind, passed):
     schedulers = [SCHEDULERS[kind](optimizer) for optimizer in optimizers]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = optimize(case, fast, optimizers[1], scheduler=schedulers[1] if passed else None)
+        step = optimize(case, fast, optimizers[1], scheduler=schedulers[1] if passed else None, measure=False)
         for number in range(5):
             expected = plain_loop(case, plain, optimizers[0], 1)
             schedulers[0].step()
@@ -284,7 +284,7 @@ def test_a_scheduler_made_after_the_call_warns_of_nothing():
     case = CASES["rms"]
     model = case.model()
     optimizer = adamw(model)
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = SCHEDULERS["onecycle"](optimizer)
@@ -308,12 +308,12 @@ def test_weight_decay_groups_by_isinstance(name):
         return [n for n, p in model.named_parameters() if id(p) not in spared]
 
     before = decays()
-    step = optimize(case, model, adamw(model))
+    step = optimize(case, model, adamw(model), measure=False)
     assert decays() == before and len(before) < len(list(model.parameters()))
     groups = [{"params": [model.get_parameter(n) for n in before], "weight_decay": 0.1}]
     plain = case.model()
     plain_groups = [{"params": [plain.get_parameter(n) for n in before], "weight_decay": 0.1}]
-    step = optimize(case, model, torch.optim.AdamW(groups, lr=1e-3))
+    step = optimize(case, model, torch.optim.AdamW(groups, lr=1e-3), measure=False)
     expected = plain_loop(case, plain, torch.optim.AdamW(plain_groups, lr=1e-3), 2)
     assert close(fast_loop(case, step, 2), expected)
 
@@ -324,9 +324,9 @@ def test_a_second_call_finds_nothing_more_and_says_so(name):
     model, plain = case.model(), case.model()
     optimizer = adamw(model)
     before = shape_of(model, optimizer)
-    optimize(case, model, optimizer)
+    optimize(case, model, optimizer, measure=False)
     changed = shape_of(model, optimizer)
-    second = optimize(case, model, optimizer)
+    second = optimize(case, model, optimizer, measure=False)
     assert shape_of(model, optimizer) == changed
     assert not any(row.accepted for row in second.plan)
     assert "othing more to do" in str(second.plan) and "othing more to do" in str(second.report)
@@ -342,7 +342,7 @@ def test_a_neighbour_of_the_same_class_is_left_alone(name):
     model, neighbour, plain = case.model(), case.model(), case.model()
     optimizer, neighbours = adamw(model), adamw(neighbour)
     before = shape_of(neighbour, neighbours)
-    step = optimize(case, model, optimizer)
+    step = optimize(case, model, optimizer, measure=False)
     fast_loop(case, step, 2)
     assert shape_of(neighbour, neighbours) == before
     assert plain_loop(case, neighbour, neighbours, 2) == plain_loop(case, plain, adamw(plain), 2)
@@ -352,7 +352,7 @@ def test_a_neighbour_of_the_same_class_is_left_alone(name):
 def test_two_models_in_turn_and_undo_of_one():
     case = CASES["gamma-beta"]
     models = [case.model(), case.model(seed=3)]
-    steps = [optimize(case, model, adamw(model)) for model in models]
+    steps = [optimize(case, model, adamw(model), measure=False) for model in models]
     for number in range(2):
         for step in steps:
             step(*arguments(case, number))
@@ -382,7 +382,7 @@ steps = []
 for net in nets:
     optimizer = torch.optim.AdamW(net.parameters())
     options = {"precision": "fp32", "compile": False} if len(sys.argv) < 3 else {"compile": False}
-    steps.append(autofuse.optimize(net, optimizer, loss_fn=nn.functional.mse_loss, **options))
+    steps.append(autofuse.optimize(net, optimizer, loss_fn=nn.functional.mse_loss, **{"measure": False, **options}))
 child = os.fork()
 if child == 0:
     inputs = torch.full((rows, size), 0.5)

@@ -69,7 +69,7 @@ def test_pickles_load_in_a_process_without_autofuse(tmp_path):
     for name, case in CASES.items():
         model, folder = case.model(), tmp_path / name
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        fast_loop(case, optimize(case, model, optimizer), 1)
+        fast_loop(case, optimize(case, model, optimizer, measure=False), 1)
         folder.mkdir()
         with torch.no_grad():
             found = outputs(case, model.eval())
@@ -88,7 +88,7 @@ def test_pickles_load_in_a_process_without_autofuse(tmp_path):
 def test_a_pickle_taken_here_trains_on_and_can_be_optimized_again(name):
     case = CASES[name]
     model = case.model()
-    fast_loop(case, optimize(case, model, adamw(model)), 1)
+    fast_loop(case, optimize(case, model, adamw(model), measure=False), 1)
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
@@ -97,7 +97,7 @@ def test_a_pickle_taken_here_trains_on_and_can_be_optimized_again(name):
     plain.load_state_dict(model.state_dict())
     kinds = {n: type(m) for n, m in case.model().named_modules()}
     assert {n: type(m) for n, m in loaded.named_modules()} == kinds
-    step = optimize(case, loaded, adamw(loaded))
+    step = optimize(case, loaded, adamw(loaded), measure=False)
     assert close(fast_loop(case, step, 2), plain_loop(case, plain, adamw(plain), 2))
     assert step.report["norms"].status == "kept"
 
@@ -109,7 +109,7 @@ def test_a_pickle_taken_here_trains_on_and_can_be_optimized_again(name):
 def test_a_deepcopy_follows_its_own_weights(name):
     case = CASES[name]
     model, plain = case.model(), case.model()
-    step = optimize(case, model, adamw(model))
+    step = optimize(case, model, adamw(model), measure=False)
     fast_loop(case, step, 1)
     twin = copy.deepcopy(model)
     assert not {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
@@ -125,7 +125,7 @@ def test_a_deepcopy_follows_its_own_weights(name):
 def test_a_deepcopy_outlives_undo_of_the_original(name):
     case = CASES[name]
     model, plain = case.model(), case.model()
-    step = optimize(case, model)
+    step = optimize(case, model, measure=False)
     twin = copy.deepcopy(model)
     step.undo()
     assert close(plain_loop(case, twin, adamw(twin), 2), plain_loop(case, plain, adamw(plain), 2))
@@ -140,7 +140,7 @@ def test_an_ema_copy_is_the_average_of_the_weights(name, made):
     if made == "before":
         averages.append(AveragedModel(fast, use_buffers=True))
     plain_optimizer, optimizer = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, fast))
-    step = optimize(case, fast, optimizer)
+    step = optimize(case, fast, optimizer, measure=False)
     if made == "after":
         averages.append(AveragedModel(fast, use_buffers=True))
     for number in range(3):
@@ -159,7 +159,7 @@ def test_an_ema_copy_is_the_average_of_the_weights(name, made):
 def test_weights_loaded_after_optimize_are_used(name):
     case = CASES[name]
     model, other = case.model(), case.model(seed=9)
-    step = optimize(case, model)
+    step = optimize(case, model, measure=False)
     step(*arguments(case))
     model.load_state_dict(other.state_dict())
     other.zero_grad()
@@ -190,7 +190,7 @@ def test_tied_weights_stay_tied(name):
     fast, plain = case.model(), case.model()
     before = tied(fast)
     assert before
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     losses = fast_loop(case, step, 3)
     assert close(losses, plain_loop(case, plain, adamw(plain), 3))
     assert tied(fast) == before and tied(copy.deepcopy(fast)) == before
@@ -216,7 +216,7 @@ def test_a_norm_that_is_shared_and_a_weight_that_is_shared():
     plain = SharedNorm()
     fast = copy.deepcopy(plain)
     inputs, targets = torch.randn(4, 8), torch.randn(4, 1)
-    step = optimize(CASES["rms"], fast, adamw(fast), loss_fn=nn.functional.mse_loss)
+    step = optimize(CASES["rms"], fast, adamw(fast), loss_fn=nn.functional.mse_loss, measure=False)
     optimizer = adamw(plain)
     for _ in range(3):
         loss = nn.functional.mse_loss(plain(inputs), targets)

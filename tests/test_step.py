@@ -42,7 +42,7 @@ def pair(seed=1, rows=6):
 def test_a_mapping_with_labels():
     case = CASES["gpt2"]
     model = case.model()
-    loss = optimize(case, model)(case.batch())
+    loss = optimize(case, model, measure=False)(case.batch())
     assert loss.dim() == 0 and not loss.requires_grad and loss.dtype == torch.float32
     assert close(loss.item(), loss_of(case, case.model()).item())
 
@@ -51,7 +51,7 @@ def test_a_batch_encoding_is_a_mapping():
     transformers = pytest.importorskip("transformers")
     case = CASES["bert-cls"]
     encoding = transformers.BatchEncoding(case.batch())
-    loss = optimize(case, case.model())(encoding)
+    loss = optimize(case, case.model(), measure=False)(encoding)
     assert close(loss.item(), loss_of(case, case.model()).item())
 
 
@@ -66,7 +66,7 @@ def test_inputs_and_targets(form):
     }[form]
     model = net()
     expected = F.mse_loss(model(inputs), targets).item()
-    assert close(autofuse.optimize(model, **MSE)(*batch).item(), expected)
+    assert close(autofuse.optimize(model, **{"measure": False, **MSE})(*batch).item(), expected)
 
 
 class TwoInputs(nn.Module):
@@ -83,7 +83,7 @@ def test_several_inputs(kind):
     model, (inputs, targets) = TwoInputs(), pair()
     several = {"a": inputs, "b": inputs.flip(0)} if kind is dict else kind([inputs, inputs.flip(0)])
     expected = F.mse_loss(model(inputs, inputs.flip(0)), targets).item()
-    assert close(autofuse.optimize(model, **MSE)(several, targets).item(), expected)
+    assert close(autofuse.optimize(model, **{"measure": False, **MSE})(several, targets).item(), expected)
 
 
 def test_forward_takes_any_batch():
@@ -95,7 +95,7 @@ def test_forward_takes_any_batch():
 
     model = net()
     expected = forward(model, Strange).item()
-    loss = autofuse.optimize(model, forward=forward, **PLAIN)(Strange())
+    loss = autofuse.optimize(model, forward=forward, **{"measure": False, **PLAIN})(Strange())
     assert close(loss.item(), expected)
 
 
@@ -108,7 +108,7 @@ def test_return_outputs(kind):
         "loss_fn": {"loss_fn": lambda outputs, labels: F.cross_entropy(outputs.logits, labels)},
         "forward": {"forward": lambda m, b: (lambda out: (out.loss, out))(m(**b))},
     }[kind]
-    step = autofuse.optimize(model, adamw(model), **extra, **PLAIN)
+    step = autofuse.optimize(model, adamw(model), **extra, **{"measure": False, **PLAIN})
     loss, outputs = step(case.batch(), return_outputs=True)
     expected = plain(**case.batch())
     assert close(loss.item(), expected.loss.item())
@@ -120,7 +120,9 @@ def test_return_outputs(kind):
 def test_a_tuple_whose_first_is_the_loss():
     case = CASES["bert-cls"]
     model = case.model(return_dict=False)
-    assert close(optimize(case, model)(case.batch()).item(), loss_of(case, case.model()).item())
+    assert close(
+        optimize(case, model, measure=False)(case.batch()).item(), loss_of(case, case.model()).item()
+    )
 
 
 # --- the pieces -----------------------------------------------------------------------------------
@@ -133,9 +135,9 @@ def test_the_pieces_equal_the_call_and_the_plain_loop(name):
     torch.manual_seed(4)
     expected = plain_loop(case, plain, adamw(plain), 3)
     torch.manual_seed(4)
-    assert close(fast_loop(case, optimize(case, called, adamw(called)), 3), expected)
+    assert close(fast_loop(case, optimize(case, called, adamw(called), measure=False), 3), expected)
     torch.manual_seed(4)
-    step, losses = optimize(case, pieced, adamw(pieced)), []
+    step, losses = optimize(case, pieced, adamw(pieced), measure=False), []
     for number in range(3):
         with step.autocast():
             loss = loss_of(case, pieced, number)
@@ -160,12 +162,12 @@ def test_a_gan_in_pieces(together):
     plain, *plain_optimizers = gan()
     fast, *optimizers = gan()
     if together:
-        both = autofuse.optimize(fast, optimizers, **PLAIN)
+        both = autofuse.optimize(fast, optimizers, **{"measure": False, **PLAIN})
         steps = (both, both)
     else:
         steps = (
-            autofuse.optimize(fast.generator, optimizers[0], **PLAIN),
-            autofuse.optimize(fast.discriminator, optimizers[1], **PLAIN),
+            autofuse.optimize(fast.generator, optimizers[0], **{"measure": False, **PLAIN}),
+            autofuse.optimize(fast.discriminator, optimizers[1], **{"measure": False, **PLAIN}),
         )
     for number in range(4):
         generator = torch.Generator().manual_seed(number)
@@ -211,7 +213,7 @@ def test_several_optimizers_in_one_step():
         for optimizer in several[0]:
             optimizer.step()
             optimizer.zero_grad()
-    step = optimize(case, models[1], several[1])
+    step = optimize(case, models[1], several[1], measure=False)
     assert close(fast_loop(case, step, 3), [loss.item() for loss in expected])
     assert step.optimizer == several[1] and step.report.counters.steps == 3
     assert len(step.report["optimizer"].sites) == 2
@@ -220,7 +222,7 @@ def test_several_optimizers_in_one_step():
 def test_without_an_optimizer_a_step_computes_gradients_alone():
     case = CASES["llama"]
     model, plain = case.model(), case.model()
-    step = optimize(case, model)
+    step = optimize(case, model, measure=False)
     weights = copy.deepcopy(model.state_dict())
     step(*arguments(case))
     loss_of(case, plain).backward()
@@ -238,7 +240,11 @@ def test_an_optimizer_with_extra_parameters():
         for model, temperature in zip(models, temperatures, strict=True)
     ]
     step = autofuse.optimize(
-        models[1], optimizers[1], loss_fn=lambda out, y: F.mse_loss(out * temperatures[1], y), **PLAIN
+        models[1],
+        optimizers[1],
+        loss_fn=lambda out, y: F.mse_loss(out * temperatures[1], y),
+        **PLAIN,
+        measure=False,
     )
     for number in range(4):
         inputs, targets = pair(number)
@@ -269,14 +275,16 @@ def test_clipping(name, clip):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    step = optimize(case, fast, torch.optim.SGD(fast.parameters(), lr=1.0), clip_grad_norm=clip)
+    step = optimize(
+        case, fast, torch.optim.SGD(fast.parameters(), lr=1.0), clip_grad_norm=clip, measure=False
+    )
     assert close(fast_loop(case, step, 3), expected)
 
 
 def test_batch_norm_statistics_are_the_plain_loops():
     case = LEGACY["conv"]
     plain, fast = case.model(), case.model()
-    step = optimize(case, fast, adamw(fast))
+    step = optimize(case, fast, adamw(fast), measure=False)
     optimizer = adamw(plain)
     for number in range(4):
         plain_loop(case, plain, optimizer, 1)
@@ -305,7 +313,7 @@ class Counting(nn.Module):
 
 def test_the_proof_leaves_no_trace_in_the_models_own_state():
     model = Counting()
-    step = autofuse.optimize(model, adamw(model), **MSE)
+    step = autofuse.optimize(model, adamw(model), **{"measure": False, **MSE})
     step(*pair())
     assert model.seen.item() == 1 and model.calls == 1
     assert model.history == [6]
@@ -319,7 +327,7 @@ def test_gradients_that_were_there_before_are_added_to():
     for model in (plain, fast):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-    step = optimize(case, fast)
+    step = optimize(case, fast, measure=False)
     step(*arguments(case))
     loss_of(case, plain).backward()
     assert gradient_error(plain, fast) < 1e-5
@@ -331,16 +339,16 @@ def test_gradients_that_were_there_before_are_added_to():
 def test_state_dict_round_trip():
     case = CASES["gpt2"]
     through, first, second = (case.model() for _ in range(3))
-    expected = fast_loop(case, optimize(case, through, adamw(through)), 5)
+    expected = fast_loop(case, optimize(case, through, adamw(through), measure=False), 5)
     optimizer = adamw(first)
-    step = optimize(case, first, optimizer)
+    step = optimize(case, first, optimizer, measure=False)
     losses = fast_loop(case, step, 3)
     saved = pickle.dumps([first.state_dict(), optimizer.state_dict(), step.state_dict()])
     weights, state, own = pickle.loads(saved)
     second.load_state_dict(weights)
     optimizer = adamw(second)
     optimizer.load_state_dict(state)
-    step = optimize(case, second, optimizer)
+    step = optimize(case, second, optimizer, measure=False)
     step.load_state_dict(own)
     assert step.report.counters.steps == 3
     losses += [step(*arguments(case, number)).item() for number in (3, 4)]
@@ -352,12 +360,12 @@ def test_state_dict_round_trip():
 def test_state_dict_can_be_saved_with_weights_only(tmp_path):
     case = CASES["rms"]
     model = case.model()
-    step = optimize(case, model, adamw(model), precision="fp16")
+    step = optimize(case, model, adamw(model), precision="fp16", measure=False)
     fast_loop(case, step, 2)
     torch.save(step.state_dict(), tmp_path / "step.pt")
     state = torch.load(tmp_path / "step.pt", weights_only=True)
     other = case.model()
-    resumed = optimize(case, other, adamw(other), precision="fp16")
+    resumed = optimize(case, other, adamw(other), precision="fp16", measure=False)
     resumed.load_state_dict(state)
     assert resumed.state_dict()["scaler"] == step.state_dict()["scaler"]
     assert resumed.state_dict()["counters"] == step.state_dict()["counters"]
@@ -366,10 +374,10 @@ def test_state_dict_can_be_saved_with_weights_only(tmp_path):
 def test_a_rejection_is_remembered_across_a_restart():
     case = CASES["rms"]
     model = case.model()
-    step = optimize(case, model, adamw(model), skip=["norms"])
+    step = optimize(case, model, adamw(model), skip=["norms"], measure=False)
     fast_loop(case, step, 1)
     other = case.model()
-    resumed = optimize(case, other, adamw(other))
+    resumed = optimize(case, other, adamw(other), measure=False)
     resumed.load_state_dict(step.state_dict())
     assert resumed.report["norms"].status == "rejected"
     assert [type(m) for m in other.modules()] == [type(m) for m in case.model().modules()]
@@ -391,7 +399,7 @@ def test_a_saved_plan_makes_exactly_its_patches(tmp_path):
 def test_only_and_skip(only, skip):
     case = CASES["rms"]
     model = case.model()
-    step = optimize(case, model, adamw(model), only=only, skip=skip)
+    step = optimize(case, model, adamw(model), only=only, skip=skip, measure=False)
     step(*arguments(case))
     status = {row.name: row.status for row in step.report.rows}
     chosen = {"norms"} if only else set() if only == [] else {"optimizer"}
@@ -402,7 +410,7 @@ def test_only_and_skip(only, skip):
 def test_the_report_says_what_happened():
     case = CASES["bert-cls"]
     model = case.model()
-    step = optimize(case, model, adamw(model))
+    step = optimize(case, model, adamw(model), measure=False)
     assert "Not yet proved" in str(step.report)
     fast_loop(case, step, 2)
     report = step.report
@@ -420,7 +428,7 @@ def test_a_backward_of_the_callers_own_is_counted_or_refused():
     case = CASES["rms"]
     plain, fast = case.model(), case.model()
     optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
-    step = optimize(case, fast, optimizer)
+    step = optimize(case, fast, optimizer, measure=False)
     with step.autocast():
         loss = loss_of(case, fast)
     loss.backward()
@@ -429,7 +437,7 @@ def test_a_backward_of_the_callers_own_is_counted_or_refused():
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    step = optimize(case, fast, optimizer, accumulate=2)
+    step = optimize(case, fast, optimizer, accumulate=2, measure=False)
     loss_of(case, fast).backward()
     with pytest.raises(RuntimeError, match=r"step\.backward"):
         step.update()
@@ -438,7 +446,7 @@ def test_a_backward_of_the_callers_own_is_counted_or_refused():
 def test_several_backwards_before_an_update_add_up():
     case = CASES["rms"]
     plain, fast = case.model(), case.model()
-    step = optimize(case, fast, torch.optim.SGD(fast.parameters(), lr=0.1))
+    step = optimize(case, fast, torch.optim.SGD(fast.parameters(), lr=0.1), measure=False)
     for number in range(2):
         with step.autocast():
             loss = loss_of(case, fast, number)
@@ -458,7 +466,9 @@ def test_a_forward_may_take_the_batch_apart():
 
     case = CASES["gpt2"]
     plain, fast = case.model(), case.model()
-    step = autofuse.optimize(fast, adamw(fast), forward=forward, precision="fp32", compile=False)
+    step = autofuse.optimize(
+        fast, adamw(fast), forward=forward, precision="fp32", compile=False, measure=False
+    )
     (batch,) = arguments(case)
     expected = forward(plain, dict(batch)).item()
     given = dict(batch)
@@ -471,7 +481,7 @@ def test_a_forward_may_take_the_batch_apart():
 def test_a_saved_plan_repeats_its_precision(tmp_path, precision):
     case = CASES["gpt2"]
     model = case.model()
-    step = autofuse.optimize(model, adamw(model), precision=precision, compile=False)
+    step = autofuse.optimize(model, adamw(model), precision=precision, compile=False, measure=False)
     step(*arguments(case))
     step.plan.save(tmp_path / "plan.json")
     again = case.model()
@@ -485,11 +495,11 @@ def test_fp16_goes_on_from_a_state_with_the_right_scale():
     case = CASES["rms"]
     first, second = case.model(), case.model()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (first, second)]
-    one = optimize(case, first, optimizers[0], precision="fp16")
+    one = optimize(case, first, optimizers[0], precision="fp16", measure=False)
     one(*arguments(case, 0))
     second.load_state_dict(first.state_dict())
     optimizers[1].load_state_dict(optimizers[0].state_dict())
-    two = optimize(case, second, optimizers[1], precision="fp16")
+    two = optimize(case, second, optimizers[1], precision="fp16", measure=False)
     two.load_state_dict(one.state_dict())
     one(*arguments(case, 1)), two(*arguments(case, 1))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):

@@ -35,7 +35,7 @@ def run(switch=None, on_from=99, steps=4, **extra):
     torch.manual_seed(3)
     expected = plain_loop(CASE, plain, adamw(plain), steps)
     torch.manual_seed(3)
-    step, losses = optimize(CASE, model, adamw(model), **extra), []
+    step, losses = optimize(CASE, model, adamw(model), **{"measure": False, **extra}), []
     for number in range(steps):
         if switch is not None:
             switch.on = number >= on_from
@@ -85,7 +85,7 @@ def test_a_patch_that_raises_in_the_middle_of_a_window(monkeypatch, where):
     switch = Switch()
     register(monkeypatch, double=where(switch))
     plain, model = CASE.model(), CASE.model()
-    step = optimize(CASE, model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3)
+    step = optimize(CASE, model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3, measure=False)
     for number in range(3):
         switch.on = number == 1
         step(*arguments(CASE, number))
@@ -176,7 +176,7 @@ def test_a_wrong_patch_is_undone_by_the_proof(monkeypatch, kind):
 def test_a_wrong_patch_is_found_in_the_pieces_too(monkeypatch):
     register(monkeypatch, double=forward_patcher(PATH, WRONG["a little"]))
     plain, model = CASE.model(), CASE.model()
-    step = optimize(CASE, model, adamw(model))
+    step = optimize(CASE, model, adamw(model), measure=False)
     with step.autocast():
         loss = loss_of(CASE, model)
     assert close(loss.item(), loss_of(CASE, plain).item())
@@ -189,7 +189,7 @@ def test_a_first_batch_that_shows_nothing_proves_nothing(monkeypatch, first):
     case = CASES["gpt2"]
     register(monkeypatch, double=forward_patcher("transformer.h.0.mlp.c_proj", WRONG["a little"]))
     plain, model = case.model(), case.model()
-    step = optimize(case, model, adamw(model))
+    step = optimize(case, model, adamw(model), measure=False)
     batch = case.batch()
     if first == "nan":
         with torch.no_grad():
@@ -216,7 +216,7 @@ def test_a_step_that_is_not_reproducible_keeps_nothing_and_says_so():
             return self.body(x) + torch.rand(x.shape[0], 2, generator=self.source)
 
     model = Restless()
-    step = autofuse.optimize(model, adamw(model), **MSE)
+    step = autofuse.optimize(model, adamw(model), **{"measure": False, **MSE})
     step(*pair())
     assert "not reproducible" in step.report["norms"].reason
     assert type(model.body[1]) is nn.LayerNorm
@@ -237,7 +237,7 @@ def test_a_loss_that_is_nan(mode, first_bad):
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 1, gamma=0.9)
-    step = optimize(CASE, model, optimizer, scheduler=scheduler, on_nonfinite=mode)
+    step = optimize(CASE, model, optimizer, scheduler=scheduler, on_nonfinite=mode, measure=False)
     for number in range(5):
         before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
         batch = poisoned(number, bad=(first_bad,))
@@ -273,7 +273,7 @@ def plain_loop_once(model, optimizer, batch):
 @pytest.mark.parametrize("position", [0, 1])
 def test_one_nan_in_a_window_skips_the_windows_step(position):
     model = CASE.model()
-    step = optimize(CASE, model, adamw(model), accumulate=2)
+    step = optimize(CASE, model, adamw(model), accumulate=2, measure=False)
     weights = copy.deepcopy(model.state_dict())
     for number in range(2):
         step(*poisoned(number, bad=(position,)))
@@ -287,7 +287,7 @@ def test_one_nan_in_a_window_skips_the_windows_step(position):
 
 def test_nan_in_the_pieces():
     model = CASE.model()
-    step = optimize(CASE, model, adamw(model))
+    step = optimize(CASE, model, adamw(model), measure=False)
     weights = copy.deepcopy(model.state_dict())
     with step.autocast():
         loss = F.cross_entropy(model(poisoned(1)[0]), poisoned(1)[1])
@@ -333,7 +333,7 @@ def test_a_bad_call_says_what_is_wrong_and_changes_nothing(name):
     optimizer = args[1] if len(args) > 1 and isinstance(args[1], torch.optim.Optimizer) else adamw(model)
     before, random = shape_of(model, optimizer), torch.get_rng_state()
     with pytest.raises(error, match=message):
-        autofuse.optimize(*args, **kwargs)
+        autofuse.optimize(*args, **{"measure": False, **kwargs})
     assert shape_of(model, optimizer) == before
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -365,7 +365,7 @@ def test_a_bad_batch_says_what_is_wrong_and_changes_nothing(name, proved):
     model = net()
     optimizer = adamw(model)
     sane = "loss_fn" not in options or options is MSE
-    step = autofuse.optimize(model, optimizer, **options)
+    step = autofuse.optimize(model, optimizer, **{"measure": False, **options})
     if proved and options is MSE:
         step(*pair())
     weights, state = copy.deepcopy(model.state_dict()), str(optimizer.state_dict())
@@ -390,7 +390,7 @@ def test_a_bad_batch_says_what_is_wrong_and_changes_nothing(name, proved):
 def test_an_error_in_the_middle_of_a_window_leaves_the_window_as_it_was(patched):
     model = CASE.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = optimize(CASE, model, optimizer, accumulate=2, only=None if patched else [])
+    step = optimize(CASE, model, optimizer, accumulate=2, only=None if patched else [], measure=False)
     step(*CASE.batch(0))
     with pytest.raises(RuntimeError, match="must match the size"):
         step(CASE.batch(1)[0][:, :5], CASE.batch(1)[1])
@@ -410,4 +410,7 @@ def test_fast_loop_and_gradient_error_see_a_difference():
     loss_of(CASE, plain).backward()
     loss_of(CASE, other).backward()
     assert gradient_error(plain, other) > 0.1
-    assert not close(fast_loop(CASE, optimize(CASE, plain), 1), fast_loop(CASE, optimize(CASE, other), 1))
+    assert not close(
+        fast_loop(CASE, optimize(CASE, plain, measure=False), 1),
+        fast_loop(CASE, optimize(CASE, other, measure=False), 1),
+    )

@@ -17,7 +17,9 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def optimize(model, optimizer=None, **options):
-    return autofuse.optimize(model, optimizer, **{"loss_fn": F.mse_loss, "compile": False, **options})
+    return autofuse.optimize(
+        model, optimizer, **{"loss_fn": F.mse_loss, "compile": False, **options}, measure=False
+    )
 
 
 def start_scale(step, scale=256.0):
@@ -35,7 +37,7 @@ def test_low_precision_asked_for_on_a_cpu_is_honoured(name, precision):
     case = CASES[name]
     plain, model = case.model(), case.model()
     extra = {"loss_fn": getattr(case, "loss_fn", None)}
-    step = start_scale(optimize(model, adamw(model), precision=precision, **extra))
+    step = start_scale(optimize(model, adamw(model), precision=precision, **{"measure": False, **extra}))
     losses = [step(*arguments(case, number)).item() for number in range(3)]
     expected = plain_loop(case, plain, adamw(plain), 3)
     assert close(losses, expected, 2e-2) and not close(losses, expected, 1e-7)
@@ -56,7 +58,7 @@ def test_a_norm_gives_the_autocast_dtype_inside_the_step_alone(name, path):
     """No fp32 copy is written only to be cast down; a direct call keeps the dtypes that it had."""
     case = CASES[name]
     model, plain = case.model(), case.model()
-    step = optimize(model, loss_fn=None, precision="bf16")
+    step = optimize(model, loss_fn=None, precision="bf16", measure=False)
     step(*arguments(case))
     seen, expected = seen_dtypes(model, path), seen_dtypes(plain, path)
     step(*arguments(case))
@@ -86,14 +88,14 @@ def test_the_loss_function_runs_in_fp32_on_fp32_outputs(outputs):
         seen.append((y.dtype, product.dtype, torch.is_autocast_enabled("cpu")))
         return F.mse_loss(y, target)
 
-    step = optimize(Wrapped(), loss_fn=loss_fn, precision="bf16")
+    step = optimize(Wrapped(), loss_fn=loss_fn, precision="bf16", measure=False)
     step(*pair())
     assert set(seen) == {(torch.float32, torch.float32, False)}
 
 
 def test_autocast_is_off_outside_the_step():
     model = net()
-    step = optimize(model, precision="bf16")
+    step = optimize(model, precision="bf16", measure=False)
     step(*pair())
     assert not torch.is_autocast_enabled("cpu") and model(pair()[0]).dtype == torch.float32
     with step.autocast():
@@ -106,10 +108,10 @@ def test_autocast_is_off_outside_the_step():
 def test_fp16_where_bf16_is_as_fast_gets_a_warning_that_names_it(monkeypatch):
     monkeypatch.setattr(autofuse.Hardware, "autocast_dtype", lambda self: (torch.bfloat16, "fast here"))
     with pytest.warns(UserWarning, match="bf16"):
-        optimize(net(), precision="fp16")
+        optimize(net(), precision="fp16", measure=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimize(net(), precision="bf16")
+        optimize(net(), precision="bf16", measure=False)
 
 
 # --- fp16: the scaler ------------------------------------------------------------------------------
@@ -121,7 +123,13 @@ def test_fp16_where_bf16_is_as_fast_gets_a_warning_that_names_it(monkeypatch):
 def test_clipping_is_after_unscaling(pieces, clip):
     model = net()
     plain = copy.deepcopy(model)
-    step = optimize(model, torch.optim.SGD(model.parameters(), lr=1.0), precision="fp16", clip_grad_norm=clip)
+    step = optimize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        precision="fp16",
+        clip_grad_norm=clip,
+        measure=False,
+    )
     start_scale(step)
     inputs, targets = pair()
     if pieces:
@@ -151,7 +159,9 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_keeps_the_scheduler(acc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message='precision="fp16"')
-        step = optimize(model, optimizer, scheduler=scheduler, precision="fp16", accumulate=accumulate)
+        step = optimize(
+            model, optimizer, scheduler=scheduler, precision="fp16", accumulate=accumulate, measure=False
+        )
         start_scale(step)
         for _ in range(accumulate):
             step(*pair())
@@ -173,7 +183,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_keeps_the_scheduler(acc
 def test_a_nan_loss_under_a_scaler_is_skipped_and_counted():
     model = net()
     optimizer = adamw(model)
-    step = start_scale(optimize(model, optimizer, precision="fp16"))
+    step = start_scale(optimize(model, optimizer, precision="fp16", measure=False))
     step(*pair())
     weights, state = copy.deepcopy(model.state_dict()), str(optimizer.state_dict())
     assert step(pair()[0] * float("nan"), pair()[1]).isnan()
@@ -190,7 +200,7 @@ def test_the_window_is_the_joined_batch_under_a_scaler():
     case = CASES["rms"]
     model, plain = case.model(), case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = optimize(model, optimizer, loss_fn=case.loss_fn, precision="fp16", accumulate=2)
+    step = optimize(model, optimizer, loss_fn=case.loss_fn, precision="fp16", accumulate=2, measure=False)
     start_scale(step)
     big, small = case.batch(1), tuple(part[:1] for part in case.batch(2))
     for batch in (big, small):
@@ -212,7 +222,9 @@ def test_a_gan_with_one_scaler_for_two_optimizers():
     def forward(model, batch):
         return F.mse_loss(model["a"](batch[0]), batch[1]) + F.mse_loss(model["b"](batch[0]), batch[1])
 
-    step = autofuse.optimize(models, optimizers, forward=forward, precision="fp16", compile=False)
+    step = autofuse.optimize(
+        models, optimizers, forward=forward, precision="fp16", compile=False, measure=False
+    )
     start_scale(step)
     before = copy.deepcopy(models.state_dict())
     losses = [step(pair()).item() for _ in range(5)]
@@ -229,7 +241,7 @@ def test_a_model_in_bf16_trains_as_it_would(name, asked):
     case = CASES[name]
     plain, model = case.model().bfloat16(), case.model().bfloat16()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
-    step = optimize(model, optimizers[1], loss_fn=None, precision=asked)
+    step = optimize(model, optimizers[1], loss_fn=None, precision=asked, measure=False)
     losses = [step(*arguments(case, number)).item() for number in range(3)]
     assert close(losses, plain_loop(case, plain, optimizers[0], 3), 1e-2)
     assert step.report["precision"].status == "rejected" and "already" in step.report["precision"].reason
@@ -246,7 +258,7 @@ def test_a_bf16_model_with_norms_in_fp32():
     model = net().bfloat16()
     model[1].float()
     plain, (inputs, targets) = copy.deepcopy(model), pair()
-    step = optimize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), measure=False)
     loss = step(inputs.bfloat16(), targets)
     assert close(loss.item(), F.mse_loss(plain(inputs.bfloat16()).float(), targets).item(), 1e-2)
     assert model[1].weight.dtype == torch.float32 and model[0].weight.dtype == torch.bfloat16
@@ -257,7 +269,7 @@ def test_a_model_in_fp64():
     model = net().double()
     plain = copy.deepcopy(model)
     inputs, targets = (t.double() for t in pair())
-    step = optimize(model, adamw(model), precision="fp32")
+    step = optimize(model, adamw(model), precision="fp32", measure=False)
     loss = step(inputs, targets)
     assert loss.dtype == torch.float64
     assert close(loss.item(), F.mse_loss(plain(inputs), targets).item(), 1e-12)

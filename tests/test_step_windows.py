@@ -32,7 +32,7 @@ def window_gradients(case, model, batches, call=lambda step, batch: step(batch))
     optimizer.register_step_pre_hook(
         lambda *_: seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     )
-    step = optimize(case, model, optimizer, accumulate=len(batches))
+    step = optimize(case, model, optimizer, accumulate=len(batches), measure=False)
     for batch in batches:
         call(step, batch)
     assert len(seen) == step.report.counters.steps == 1
@@ -111,7 +111,7 @@ def test_rows_weigh_with_loss_fn_as_the_joined_batch(sizes):
 def test_without_an_optimizer_the_window_is_the_joined_batch_too(counts):
     case = CASES["gpt2"]
     batches, model = gpt_batches(counts), case.model()
-    step = optimize(case, model, accumulate=2)
+    step = optimize(case, model, accumulate=2, measure=False)
     for batch in batches:
         step(batch)
     assert gradient_error(gradients_of_the_joined_batch(case, batches), model) < 1e-4
@@ -120,7 +120,7 @@ def test_without_an_optimizer_the_window_is_the_joined_batch_too(counts):
 def test_a_loss_that_is_no_mean_over_labels_counts_each_the_same():
     model = net()
     plain, batches = copy.deepcopy(model), [pair(1), pair(2)]
-    step = autofuse.optimize(model, accumulate=2, **MSE)
+    step = autofuse.optimize(model, accumulate=2, **{"measure": False, **MSE})
     for batch in batches:
         step(*batch)
     for inputs, targets in batches:
@@ -132,13 +132,13 @@ def test_the_loss_returned_is_the_micro_batches_own():
     case = CASES["gpt2"]
     model, batches = case.model(), gpt_batches((18, 2, 9))
     expected = [case.model()(**batch).loss.item() for batch in batches]
-    step = optimize(case, model, adamw(model), accumulate=3)
+    step = optimize(case, model, adamw(model), accumulate=3, measure=False)
     assert close([step(batch).item() for batch in batches], expected)
 
 
 def steps_of(case, model, batches, habit, **extra):
     """Runs the batches in one of the habits; returns the losses and what update() gave."""
-    step = optimize(case, model, adamw(model), accumulate=2, **extra)
+    step = optimize(case, model, adamw(model), accumulate=2, **{"measure": False, **extra})
     losses, updates = [], []
     for number, batch in enumerate(batches):
         if habit == "call":
@@ -177,7 +177,7 @@ def test_flush_takes_a_partial_window_and_only_that():
     batches = gpt_batches((18, 2, 9))
     model, plain = case.model(), case.model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = optimize(case, model, sgd, accumulate=2)
+    step = optimize(case, model, sgd, accumulate=2, measure=False)
     weights = copy.deepcopy(model.state_dict())
     assert step.flush() is False
     step(batches[0])
@@ -199,7 +199,7 @@ def test_flush_takes_a_partial_window_and_only_that():
 def test_a_window_starts_again_after_flush():
     case = CASES["gpt2"]
     model = case.model()
-    step = optimize(case, model, adamw(model), accumulate=2)
+    step = optimize(case, model, adamw(model), accumulate=2, measure=False)
     batches = gpt_batches((9, 9, 9, 9, 9))
     step(batches[0])
     step.flush()
@@ -213,7 +213,7 @@ def test_the_scheduler_moves_once_per_optimizer_step(accumulate):
     model = case.model()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    step = optimize(case, model, optimizer, scheduler=scheduler, accumulate=accumulate)
+    step = optimize(case, model, optimizer, scheduler=scheduler, accumulate=accumulate, measure=False)
     rates = []
     for number in range(4):
         step(*case.batch(number))
@@ -226,7 +226,12 @@ def test_clipping_applies_to_the_whole_window():
     batches = gpt_batches((18, 2))
     model, plain = case.model(), case.model()
     step = optimize(
-        case, model, torch.optim.SGD(model.parameters(), lr=1.0), accumulate=2, clip_grad_norm=0.1
+        case,
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        accumulate=2,
+        clip_grad_norm=0.1,
+        measure=False,
     )
     for batch in batches:
         step(batch)
@@ -256,7 +261,7 @@ def test_batches_without_any_label_take_no_step_and_count_as_no_nan(accumulate, 
     case = CASES["gpt2"]
     model = case.model()
     optimizer = adamw(model)
-    step = optimize(case, model, optimizer, accumulate=accumulate, on_nonfinite="raise")
+    step = optimize(case, model, optimizer, accumulate=accumulate, on_nonfinite="raise", measure=False)
     if not first:
         for batch in gpt_batches([9] * accumulate):
             step(batch)
@@ -271,7 +276,7 @@ def test_batches_without_any_label_take_no_step_and_count_as_no_nan(accumulate, 
 def test_update_before_the_window_is_full_changes_nothing():
     model = net()
     optimizer = adamw(model)
-    step = autofuse.optimize(model, optimizer, accumulate=3, **MSE)
+    step = autofuse.optimize(model, optimizer, accumulate=3, **{"measure": False, **MSE})
     assert step.update() is False
     with step.autocast():
         loss = F.mse_loss(model(pair()[0]), pair()[1])

@@ -33,7 +33,9 @@ def batches(rank, count=4):
 def train(model, optimizer, rank, use):
     losses, loss_fn = [], nn.functional.mse_loss
     if use:
-        step = autofuse.optimize(model, optimizer, loss_fn=loss_fn, precision="fp32", compile=False)
+        step = autofuse.optimize(
+            model, optimizer, loss_fn=loss_fn, precision="fp32", compile=False, measure=False
+        )
         assert step.model is model
         losses = [step(x, y).item() for x, y in batches(rank)]
         assert step.report["norms"].status == "kept", step.report["norms"].reason
@@ -68,7 +70,9 @@ def in_process(rank, world, port, kind, results):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses, step = train(model, optimizer, rank, use and kind == "ddp")
         if use and kind == "fsdp2":  # left alone where it cannot be shown to work, and trained right
-            step = autofuse.optimize(model, optimizer, loss_fn=nn.functional.mse_loss, precision="fp32")
+            step = autofuse.optimize(
+                model, optimizer, loss_fn=nn.functional.mse_loss, precision="fp32", measure=False
+            )
             losses += [step(x, y).item() for x, y in batches(rank)]
             found.append(losses)
         elif kind == "fsdp2":
@@ -115,7 +119,7 @@ def test_peft_adapters():
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         names = list(model.state_dict())
         if use:
-            step = autofuse.optimize(model, optimizer, precision="fp32", compile=False)
+            step = autofuse.optimize(model, optimizer, precision="fp32", compile=False, measure=False)
             losses.append([step(batch).item() for _ in range(3)])
             assert list(model.state_dict()) == names and step.report["norms"].status == "kept"
             assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
@@ -167,7 +171,7 @@ def test_a_trainer_in_one_line(tmp_path):
     plain = trainer(tmp_path)
     expected = logged(plain)
     fused = trainer(tmp_path)
-    step = autofuse.optimize(fused, precision="fp32", compile=False)
+    step = autofuse.optimize(fused, precision="fp32", compile=False, measure=False)
     assert step.model is fused.model and step.optimizer is fused.optimizer
     assert logged(fused) == pytest.approx(expected, rel=1e-5)
     report = step.report
@@ -181,12 +185,12 @@ def test_a_trainer_in_one_line(tmp_path):
 def test_a_trainers_own_mixed_precision_stays_its_own(tmp_path):
     expected = logged(trainer(tmp_path, bf16=True))
     fused = trainer(tmp_path, bf16=True)
-    step = autofuse.optimize(fused, compile=False)
+    step = autofuse.optimize(fused, compile=False, measure=False)
     assert step.plan["precision"].status == "rejected"
     assert logged(fused) == pytest.approx(expected, rel=1e-2)
     assert step.report["norms"].status == "kept", step.report["norms"].reason
     with pytest.raises(ValueError, match="fp16=True"):
-        autofuse.optimize(trainer(tmp_path), precision="fp16")
+        autofuse.optimize(trainer(tmp_path), precision="fp16", measure=False)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def test_a_trainers_own_mixed_precision_stays_its_own(tmp_path):
 )
 def test_what_is_the_trainers_own_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        autofuse.optimize(trainer(tmp_path), **options)
+        autofuse.optimize(trainer(tmp_path), **{"measure": False, **options})
 
 
 def test_accelerate():
