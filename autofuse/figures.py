@@ -81,7 +81,8 @@ def bars(rows: Sequence[Row], tuning: Tuning) -> list[Bar]:
         else:
             result.append(Bar(row.name, "saved", level, end, text, ends))
             level = end
-    final = tuning.final_ms if _usable(tuning.final_ms) and tuning.final_ms else level
+    kept = any(row.status == "kept" for row in rows)
+    final = tuning.final_ms if kept and _usable(tuning.final_ms) and tuning.final_ms else level
     if level > 0 and abs(final - level) >= 0.01 * baseline:
         result.append(Bar("the rest", "rest", level, final, share(1 - final / level)))
     return [*result, Bar("now", "now", 0.0, final, _ms(final))]
@@ -112,11 +113,11 @@ def waterfall(rows: Sequence[Row], tuning: Tuning, title: str = "", ink: str | N
     rightmost = max(max(bar.start, bar.end, *(bar.ends or ())) for bar in drawn)
     axes.set_xlim(0, rightmost * 1.4)  # room for the text beside the longest bar
     axes.set_ylim(len(drawn) - 0.45, -0.55)
-    axes.set_yticks(range(len(drawn)), [bar.label for bar in drawn])
+    axes.set_yticks(range(len(drawn)), [bar.label for bar in drawn], parse_math=False)
     axes.set_xlabel("milliseconds per step; beside a patch: the share of a step that it saves (95% interval)")
     _dress(axes, ink)
     title = "\n".join(filter(None, [title, _headline(rows, drawn, tuning)]))
-    figure.suptitle(title, x=0.012, horizontalalignment="left", color=ink, fontsize=11)
+    figure.suptitle(title, x=0.012, horizontalalignment="left", color=ink, fontsize=11, parse_math=False)
     return figure
 
 
@@ -189,7 +190,7 @@ def _dress(axes: Axes, ink: str) -> None:
 
 def _headline(rows: Sequence[Row], drawn: Sequence[Bar], tuning: Tuning) -> str:
     if tuning.state == "done" and not any(row.status == "kept" for row in rows):
-        return "nothing helped: the loop is as it was"
+        return "no patch is kept: the loop is as it was"
     times = "" if tuning.speedup is None else f": {tuning.speedup:.2f} times as fast"
     return f"{arrow(drawn[0].end, drawn[-1].end)} ms per step{times}"
 

@@ -12,9 +12,11 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A line on stderr that is written over and gone in the end. No thread, and nothing of the
-    terminal is changed, so that a loop that dies leaves it as it was; a loop's own bar or prints
-    write over the line, and the next `update` brings it back.
+    """A line on stderr that is written over and gone in the end.
+
+    No thread, no redirection, and nothing of the terminal is changed: a loop that dies leaves it as
+    it was. What the loop prints would land behind the line: `close` it before the loop goes on, and
+    `update` it in the next step. A loop's own bar comes back when it is drawn anew.
 
     Args:
         enabled: True or False; None shows the line in a terminal or a notebook, and of several

@@ -84,15 +84,16 @@ class Tuning:
         """How many times as fast the step is as it was; None until it is measured."""
         return self.baseline_ms / self.final_ms if self.baseline_ms and self.final_ms else None
 
-    def sentences(self, kept: bool) -> list[str]:
-        """What was found; ``kept``: whether any patch is in place."""
+    def sentences(self, kept: bool, undone: bool = False) -> list[str]:
+        """What was found; ``kept``: whether any patch is in place; ``undone``: it was taken back."""
         if self.state == "waiting":
             return ["Not yet measured: the tuner waits for steps that it can compare."]
         if self.state == "measuring":
             return [f"Still measuring: {self.steps} steps in {_seconds(self.seconds)} so far.", *self.notes]
         if self.state != "done":
             return ["How much faster it is was not measured.", *self.notes]
-        found = self._speed() if kept else ["Nothing helped: the loop is as it was."]
+        nothing = "Undone" if undone else "Nothing helped"
+        found = self._speed() if kept else [f"{nothing}: the loop is as it was."]
         return [*found, self._cost(kept), *self.notes]
 
     def _speed(self) -> list[str]:
@@ -169,7 +170,7 @@ class Report:
     def lines(self) -> list[str]:
         """What happened, in sentences."""
         c = self.counters
-        sentences = self.tuning.sentences(self._kept)
+        sentences = self.tuning.sentences(self._kept, any(row.reason == "undone" for row in self.rows))
         sentences.append(f"{c.steps} optimizer steps over {c.micro_batches} batches.")
         if not self.proved:
             sentences.append("Not yet proved on a batch: that happens in the first step.")
@@ -214,6 +215,7 @@ class Report:
         Raises:
             ImportError: matplotlib is not installed.
             RuntimeError: nothing has been measured yet.
+            ValueError: shares were measured, but how long a step took is not known.
         """
         from autofuse.figures import waterfall
 

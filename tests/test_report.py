@@ -41,8 +41,8 @@ SLOWER = measured(
 DONE = Tuning("done", 40, 33.0, 1.0, 800.0, 400.0, (0.48, 0.52), 1024, 2000.0, 1000.0)
 
 
-def make(*rows, tuning=DONE, **changes):
-    return Report(list(rows), "this CPU", "GPT2", Counters(50, 50), [], True, tuning, **changes)
+def make(*rows, tuning=DONE):
+    return Report(list(rows), "this CPU", "GPT2", Counters(50, 50), [], True, tuning)
 
 
 NINE = [
@@ -92,6 +92,13 @@ def test_nothing_helped():
     assert "Nothing helped: the loop is as it was." in str(report)
     assert "times as fast" not in str(report) and "won back" not in str(report)
     assert "Tuning took 40 steps" in str(report)
+
+
+def test_what_was_undone_had_helped():
+    report = make(measured(status="rejected", reason="undone"))
+    assert "Undone: the loop is as it was." in report.lines()
+    assert report.savings(1).hours_saved < 0  # the tuning's price
+    assert [bar.end for bar in bars(report.rows, report.tuning)] == [800.0, 600.0, 800.0]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +179,7 @@ any_row = st.builds(
 )
 
 
+@pytest.mark.filterwarnings("ignore:constrained_layout")  # figures that no clock ever gave
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(any_row, max_size=4),
@@ -333,6 +341,12 @@ def test_the_waterfall_goes_from_before_to_now():
     assert words == ["800 ms", "25% (21 to 29)", "-5% (-8 to -2), not kept", "50%", "300 ms"]
     errors = [c.get_segments()[0][:, 0] for c in axes.collections]
     assert [pytest.approx(sorted(x)) for x in errors] == [(800 * 0.71, 800 * 0.79), (600 * 1.02, 600 * 1.08)]
+
+
+def test_dollars_in_a_name_are_no_formula():
+    report = make(measured("$\\frac$"))
+    report.model = "Net$_{$"
+    FigureCanvasAgg(report.plot()).draw()
 
 
 def test_the_waterfall_has_the_order_of_the_tuner():
