@@ -252,8 +252,8 @@ class Patches:
         gain, low, high = (1 - (1 - saved) * (1 - share) for share in (found.gain, found.low, found.high))
         if not further:
             row.before_ms = found.before * 1e3
-            row.peak_before_mb = _peak_mb(trial, 0)
-        row.after_ms, row.peak_after_mb = found.after * 1e3, _peak_mb(trial, 1)
+            row.peak_before_mb = trial.peak_mb(0)
+        row.after_ms, row.peak_after_mb = found.after * 1e3, trial.peak_mb(1)
         row.gain, row.interval = gain, (low, high)
 
     def decisions(self) -> dict[str, dict[str, str]]:
@@ -269,11 +269,6 @@ class Patches:
                 reason = "it was not decided" if decision["status"] == "planned" else decision["reason"]
                 self.give_up([patch], reason)
         self.proved = True
-
-
-def _peak_mb(trial: Trial, arm: int) -> float | None:
-    peaks = [sample.peak for sample in trial.of(arm) if sample.peak is not None]
-    return max(peaks) / 1e6 if peaks else None
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 
 from autofuse.patch import Context, Patch, Rejected, Site
 from autofuse.registry import find_patches
+from autofuse.tables import content, render, to_html
 
 __all__ = ["Plan", "Row", "make_plan"]
 
@@ -125,11 +124,16 @@ class Plan:
         return cls(rows, data["hardware"], data.get("model", ""), data.get("note", ""))
 
     def __str__(self) -> str:
-        title = f"Plan for {self.model} on {self.hardware}"
-        return render(rows_table(self.rows, title), self.note)
+        return render(self.rows, self._title(), [self.note])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from content(self.rows, self._title(), [self.note], options.max_width)
 
     def _repr_html_(self) -> str:
-        return to_html(rows_table(self.rows, f"Plan for {self.model} on {self.hardware}"), self.note)
+        return to_html(self.rows, self._title(), [self.note])
+
+    def _title(self) -> str:
+        return f"Plan for {self.model} on {self.hardware}"
 
 
 def make_plan(
@@ -183,73 +187,3 @@ def _note(rows: list[Row]) -> str:
     if not rows:
         return "no patcher was found: is autofuse installed, or its checkout complete?"
     return "" if any(row.accepted for row in rows) else "Nothing more to do."
-
-
-# --- how rows look -----------------------------------------------------------------------------
-
-_STYLE = {"kept": "green", "planned": "cyan", "rejected": "yellow", "skipped": "dim"}
-
-
-def rows_table(rows: Iterable[Row], title: str) -> Table:
-    """One line per patch with its sites grouped by what was found there; figures where there are any."""
-    rows = list(rows)
-    table = Table(title=title, title_justify="left", expand=False)
-    for column in ("patch", "status", "sites"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("what and why", overflow="fold")
-    figures = {"error": _error, "ms before → after": _timing}
-    figures = {name: text for name, text in figures.items() if any(map(text, rows))}
-    for name in figures:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        count = f"{len(row.accepted)}/{len(row.sites)}" if row.sites else ""
-        details = [row.reason, *_grouped(site for site in row.sites if site.reason != row.reason)]
-        status = f"[{_STYLE.get(row.status, '')}]{row.status}[/]"
-        what = "\n".join(text.replace("[", r"\[") for text in details if text)
-        table.add_row(row.name, status, count, what, *(text(row) for text in figures.values()))
-    return table
-
-
-def _error(row: Row) -> str:
-    return "" if row.error is None else f"{row.error:.1e}"
-
-
-def _timing(row: Row) -> str:
-    measured = row.before_ms is not None and row.after_ms is not None
-    return f"{row.before_ms:.1f} → {row.after_ms:.1f}" if measured else ""
-
-
-def _grouped(sites: Iterable[Site]) -> list[str]:
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for site in sites:
-        groups.setdefault((site.cls, site.operation, site.provider, site.reason), []).append(site.path)
-    lines = []
-    for (cls, operation, provider, reason), paths in groups.items():
-        what = f"{operation} by {provider}" if operation else f"left alone: {reason}"
-        name = " ".join(filter(None, [cls.rsplit(".", 1)[-1], _compact(paths)]))
-        lines.append(f"· {name}: {what}")
-    return lines
-
-
-def _compact(paths: list[str]) -> str:
-    """``h.0.ln_1 … (12)`` instead of twelve names."""
-    named = [path for path in paths if path]
-    if not named:
-        return ""
-    return named[0] if len(paths) == 1 else f"{named[0]} … ({len(paths)})"
-
-
-def render(table: Table, note: str = "", width: int = 118) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(table)
-    if note:
-        console.print(note)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
-
-
-def to_html(table: Table, note: str = "") -> str:
-    console = Console(file=io.StringIO(), width=118, record=True)
-    console.print(table)
-    if note:
-        console.print(note)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -92,6 +92,11 @@ class Trial:
         """The samples without (0) or with (1) the change."""
         return [sample for _, a, sample in self.samples if a == arm]
 
+    def peak_mb(self, arm: int) -> float | None:
+        """The device's peak of allocated memory, in 10^6 bytes, where it counts it."""
+        peaks = [sample.peak for sample in self.of(arm) if sample.peak is not None]
+        return max(peaks) / 1e6 if peaks else None
+
     def why_not(self) -> str:
         """Why the change is not worth it, in words."""
         if min(self.count(0), self.count(1)) < 2:

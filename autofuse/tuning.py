@@ -64,6 +64,7 @@ class Tuner:
         self.tuning = Tuning("waiting")
         self.due: Sequence[Patch] | None = None
         self._recent: list[Sample] = []
+        self._trials: dict[str, Trial] = {}
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
         self._script = self._tune()
         self._go_on(None)
@@ -148,6 +149,8 @@ class Tuner:
         helps = yield from self._try(trial, states, patch)
         if patch.accepted:
             patches.record(patch, trial)
+            self._trials[patch.name] = trial
+            self.tuning.order.append(patch.name)
             self._settle(trial, states, helps or patch.forced)
             if helps or patch.forced:
                 patches.keep([patch])
@@ -217,25 +220,31 @@ class Tuner:
         """All that is kept, at once, against the loop as it was: never slower is a promise."""
         tuning, patches = self.tuning, self._patches
         kept = [p for p in patches if p.name in patches.kept]
-        tuning.final_ms, tuning.gain = tuning.baseline_ms, 0.0
+        tuning.final_ms = tuning.baseline_ms
         if not kept:
             return
-        if len(kept) == 1 and (row := patches.row(kept[0])).gain is not None:
-            tuning.baseline_ms, tuning.final_ms = row.before_ms, row.after_ms
-            tuning.gain, tuning.interval = row.gain, row.interval
+        if len(kept) == 1 and kept[0].name in self._trials:
+            self._sum_up(self._trials[kept[0].name])
             return
         trial = Trial()
         states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
         helps = yield from self._try(trial, states, None)
         found = trial.estimate()
-        self._settle(trial, states, helps or any(p.forced for p in kept) or found.gain > 0)
-        tuning.baseline_ms = tuning.final_ms = found.before * 1e3
-        if not kept[0].applied:
+        stays = helps or found.gain > 0 or any(p.forced for p in kept)
+        self._settle(trial, states, stays)
+        self._sum_up(trial)
+        if not stays:
+            tuning.final_ms, tuning.interval = tuning.baseline_ms, None
             for patch in kept:
                 self._drop(patch, f"all that was kept is slower together than the loop as it was: {found}")
-            return
-        tuning.final_ms, tuning.gain = found.after * 1e3, found.gain
+
+    def _sum_up(self, trial: Trial) -> None:
+        tuning, found = self.tuning, trial.estimate()
+        tuning.baseline_ms, tuning.final_ms = found.before * 1e3, found.after * 1e3
         tuning.interval = found.low, found.high
+        tokens = [sample.tokens for arm in (0, 1) for sample in trial.of(arm)]
+        tuning.tokens_per_step = sum(tokens) / len(tokens)
+        tuning.peak_before_mb, tuning.peak_after_mb = trial.peak_mb(0), trial.peak_mb(1)
 
     # --- one trial -------------------------------------------------------------------------------
 

@@ -47,6 +47,11 @@ class Net(nn.Module):
         return self.norm(x)
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "118")  # a plan is as wide as the terminal
+
+
 def make():
     torch.manual_seed(0)
     model = Net()
@@ -119,7 +124,7 @@ def test_rows_and_sites_are_json():
 
 
 def test_html():
-    assert "<pre" in autofuse.plan(*make())._repr_html_()
+    assert "<table" in autofuse.plan(*make())._repr_html_()
 
 
 def test_no_patcher_is_said(monkeypatch):
