@@ -15,13 +15,16 @@ T = TypeVar("T")
 class Agreement:
     """Makes all ranks do the same; alone, it gives back what it is given.
 
+    Attributes:
+        several: whether there are others to agree with.
+
     >>> alone = Agreement()
     >>> alone.of_first(3), alone.objection(None), alone.all(True)
     (3, None, True)
     """
 
     def __init__(self, group: Any = None, *, several: bool = False) -> None:
-        self._group, self._several = group, several
+        self._group, self.several = group, several
 
     @classmethod
     def between(cls, model: nn.Module) -> Agreement:
@@ -36,7 +39,7 @@ class Agreement:
         return cls()
 
     def _size(self) -> int:
-        active = self._several and torch.distributed.is_initialized()
+        active = self.several and torch.distributed.is_initialized()
         return torch.distributed.get_world_size(self._group) if active else 1
 
     def of_first(self, value: T) -> T:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autofuse.batch import check_not_empty, fresh, loss_from, loss_of_batch, tensors
+from autofuse.batch import check_not_empty, fresh, loss_of_batch, stand_in_loss, tensors
 from autofuse.clock import StepClock
 from autofuse.distributed import Agreement
 from autofuse.lazy import materialize, settle
@@ -22,15 +21,13 @@ from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import modules_behind
-from autofuse.progress import Progress
 from autofuse.proving import is_out_of_memory
 from autofuse.report import Counters, Report, Tuning
+from autofuse.stepping import Stepping
 from autofuse.tuning import Tuner
 from autofuse.window import Loop, Moment, Window, is_finite
 
-__all__ = ["ASSUMED_STEPS", "Loop", "TrainingStep"]
-
-ASSUMED_STEPS = 1000  # optimizer steps still to come, where nobody says
+__all__ = ["Loop", "TrainingStep"]
 
 
 class TrainingStep:
@@ -72,28 +69,18 @@ class TrainingStep:
         self._device = torch.device("cpu") if first is None else first.device
         self.clock = StepClock(self._device)
         others = modules_behind([loop.loss_fn, loop.forward])
-        agreement = Agreement.between(model)
+        self.agreement = agreement = Agreement.between(model)
         self._patches = Patches(
             plan, model, self.optimizers, settings, journal, others, agreement=agreement, at_once=not tune
         )
         self._counters, self._window = Counters(), Window()
+        self._stepping = Stepping(model, loop, settings, self._patches, self._counters)
         self._seen: Any = None  # what the model was called with inside autocast()
         self._busy = self._wants_outputs = self._redone = False
-        self._tuner = self._start_tuning(agreement) if tune else None
-
-    def _start_tuning(self, agreement: Agreement) -> Tuner:
-        progress = Progress()
-
-        def done() -> None:
-            self.clock.unlisten(tuner.sample)
-            progress.close()
-
-        tuner = Tuner(self._patches, agreement, self._steps_left, progress.update, done)
-        self.clock.listen(tuner.sample)
-        return tuner
-
-    def _steps_left(self) -> int:
-        return (self._loop.steps or ASSUMED_STEPS) - self._counters.steps
+        if loop.loss_fn is not None or loop.forward is not None:
+            idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
+            self._patches.give_up(idle, "it acts on batches that the model itself takes the loss of")
+        self._tuner = Tuner(self._patches, agreement, self.clock, loop.steps) if tune else None
 
     @property
     def optimizer(self) -> Any:
@@ -119,25 +106,28 @@ class TrainingStep:
                 the optimizer's state are as before.
         """
         check_not_empty(batch)
-        own = batch[0] if len(batch) == 1 else batch
-        if self._wants_proof:
-            self._prove(batch)
         self._wants_outputs = return_outputs
-        with self.clock.running(own):
+        with self._tuner.shown() if self._tuner is not None else nullcontext():
+            if self._wants_proof:
+                self._prove(batch)
+            return self._step(batch)
+
+    def _step(self, batch: tuple[Any, ...]) -> Any:
+        with self.clock.running(batch[0] if len(batch) == 1 else batch):
             self._window.replay.append(Moment.now(batch, self._patches))
             try:
                 loss, outputs = self._forward_backward(batch)
             except Exception as error:
                 loss, outputs = self._without_failing_patch(error)
-            given = materialize(outputs()) if return_outputs else None  # before the weights change
+            given = materialize(outputs()) if self._wants_outputs else None  # before the weights change
             self.update()
-        return (loss, given) if return_outputs else loss
+        return (loss, given) if self._wants_outputs else loss
 
     @property
     def _wants_proof(self) -> bool:
         """Whether the next batch is one to prove patches on."""
-        if self._tuner is not None and self._tuner.active:
-            return self._tuner.due is not None and not self._window.weights
+        if self.tuning:
+            return self._tuner is not None and self._tuner.due is not None and not self._window.weights
         return not self._patches.proved
 
     def _prove(self, batch: tuple[Any, ...]) -> None:
@@ -149,14 +139,11 @@ class TrainingStep:
         )
 
     def _prove_on(self, loss_of: Callable[[], Tensor], batch: Any, **options: Any) -> None:
-        tuner = self._tuner
-        if tuner is None or not tuner.active:
+        if self.tuning:
+            assert self._tuner is not None
+            self._tuner.prove(loss_of, batch, **{**options, "without": ()})
+        else:
             self._patches.prove(loss_of, batch, **options)
-            return
-        start, self._patches.proved = time.perf_counter(), False
-        self._patches.prove(loss_of, batch, **{**options, "without": ()}, due=tuner.due)
-        if self._patches.proved:
-            tuner.proved(time.perf_counter() - start)
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         """(loss, what gives the outputs): those of a batch that was shrunk are restored if asked for."""
@@ -218,7 +205,7 @@ class TrainingStep:
             self._replay_all()
         else:
             self._counters.micro_batches -= len(window.weights)
-            self._zero_grad(self.optimizers)
+            self._stepping.zero_grad(self.optimizers)
             self._window = Window()
 
     def _replay(self) -> tuple[Tensor, Callable[[], Any]]:
@@ -232,7 +219,7 @@ class TrainingStep:
         window = self._window
         self._counters.micro_batches -= len(window.weights)
         window.weights, window.finite = [], []
-        self._zero_grad(self.optimizers)
+        self._stepping.zero_grad(self.optimizers)
         for moment in window.replay:
             result = self._forward_backward(moment.restore())
         return result
@@ -304,13 +291,7 @@ class TrainingStep:
         with ExitStack() as stack:
             self._enter_autocast(stack)
             outputs = self.model(*fresh(args), **fresh(kwargs))
-        try:
-            return loss_from(outputs, self.model)
-        except ValueError:
-            return sum(
-                (_stand_in(t) for _, t in tensors(outputs) if t.is_floating_point()),
-                torch.zeros((), device=self._device),
-            )
+        return stand_in_loss(outputs, self.model)
 
     def backward(self, loss: Tensor) -> None:
         """The backward of one micro-batch's loss, scaled where fp16 needs it.
@@ -333,7 +314,7 @@ class TrainingStep:
                     self._patches.blame(error)
                     self._window.weights.pop()
                     if not self._window.weights:
-                        self._zero_grad(self.optimizers)
+                        self._stepping.zero_grad(self.optimizers)
                 raise
         self._window.finite.append(finite)
         self.clock.stop()
@@ -390,8 +371,8 @@ class TrainingStep:
         if not asked and self._counters.steps >= 2:  # a GAN's other optimizer may come first
             reason = "it cannot be proved: the loop never calls the model itself inside step.autocast()"
             self._patches.give_up([p for p in self._patches if p.in_forward and p.accepted], reason)
-            if self._tuner is not None and self._tuner.due is not None:
-                self._tuner.proved(0.0)
+            if self._tuner is not None:
+                self._tuner.cannot_prove()
         settle()
         window, self._window = self._window, Window()
         counts = [f() or w == 0 for f, w in zip(window.finite, window.weights, strict=True)]
@@ -405,8 +386,8 @@ class TrainingStep:
             # Of one micro-batch a step, several backwards before an update add up, as in PyTorch.
             whole = window.reference * self._loop.accumulate
             factor = whole / sum(window.weights) if self._loop.accumulate > 1 else 1.0
-            stepped = self._optimizer_step(optimizers, factor, finite=not bad)
-        self._zero_grad(optimizers)
+            stepped = self._stepping.step(optimizers, factor, finite=not bad)
+        self._stepping.zero_grad(optimizers)
         key = [i for i, o in enumerate(self.optimizers) if any(o is own for own in optimizers)]
         self.clock.step_done(
             (len(window.weights), *key), one_off=self._redone or bool(optimizers and not stepped)
@@ -418,58 +399,6 @@ class TrainingStep:
                 'state are as before. on_nonfinite="report" goes on and counts it'
             )
         return stepped
-
-    def _optimizer_step(self, optimizers: Sequence[Optimizer], factor: float, finite: bool) -> bool:
-        scaler, clip = self._settings.active_scaler, self._loop.clip_grad_norm
-        held = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-        parameters: list[Any] = [p for p in (held or self.model.parameters()) if p.grad is not None]
-        if not parameters:
-            return False
-        if scaler is not None and (clip is not None or factor != 1 or not finite):
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-        if factor != 1:
-            for gradient in (p.grad for p in parameters):
-                gradient.mul_(factor)
-        if clip is not None and finite:
-            norm = nn.utils.clip_grad_norm_(parameters, clip)
-            finite = bool(torch.isfinite(norm))
-        if not optimizers:  # the gradients are the caller's
-            return False
-        before = 0.0 if scaler is None else scaler.get_scale()
-        if finite or scaler is not None:  # a scaler sees for itself what is not finite, and learns of it
-            for optimizer in optimizers:
-                self._step_one(optimizer)
-        if scaler is not None:
-            scaler.update()
-            finite = scaler.get_scale() >= before
-        if not finite:
-            self._counters.skipped += 1
-            return False
-        self._counters.steps += 1
-        for scheduler in self._loop.schedulers:
-            scheduler.step()
-        return True
-
-    def _step_one(self, optimizer: Optimizer) -> None:
-        scaler = self._settings.active_scaler
-        step = (lambda: optimizer.step()) if scaler is None else (lambda: scaler.step(optimizer))
-        patch = self._patches.get("optimizer")
-        if patch is None or not patch.applied:
-            step()
-            return
-        try:
-            step()
-        except Exception as error:
-            patch.undo()
-            step()  # an error of the user's own comes out here
-            self._patches.give_up(
-                [patch], f"it failed in step {self._counters.steps + 1}: {first_line(error)}"
-            )
-
-    def _zero_grad(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
 
     # --- precision -------------------------------------------------------------------------------
 
@@ -543,7 +472,7 @@ class TrainingStep:
         """Go on where another run stopped; on the same hardware its decisions are taken over."""
         if self._settings.scaler is not None and state["scaler"] is not None:
             self._settings.scaler.load_state_dict(state["scaler"])
-        self._counters = Counters(**state["counters"])
+        vars(self._counters).update(state["counters"])
         if state["hardware"] == self.plan.hardware and state["proved"]:
             self._patches.take_over(state["decisions"])
             self.stop_tuning("it was not decided")
@@ -551,14 +480,3 @@ class TrainingStep:
 
 def _nothing() -> None:
     return None
-
-
-def _stand_in(output: Tensor) -> Tensor:
-    """A loss that is positive and sensitive everywhere: the cross entropy of what may be logits, else
-    the mean square distance from a fixed pattern."""
-    if output.dim() > 1 and output.shape[-1] >= 1024:
-        rows = output.reshape(-1, output.shape[-1])
-        labels = torch.arange(rows.shape[0], device=rows.device) * 7919 % rows.shape[1]
-        return nn.functional.cross_entropy(rows, labels)
-    pattern = torch.arange(float(output.numel()), device=output.device).cos_().view(output.shape)
-    return (output.float() - pattern).square().mean()

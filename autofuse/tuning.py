@@ -8,13 +8,18 @@ budget is spent: then the loop stays as it was without the patch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from autofuse.clock import Sample
+from torch import Tensor
+
+from autofuse.clock import Sample, StepClock
 from autofuse.distributed import Agreement
 from autofuse.patch import Patch, Rejected
 from autofuse.patches import Patches
+from autofuse.progress import Progress
 from autofuse.report import Tuning
 from autofuse.trial import Trial
 
@@ -31,6 +36,7 @@ TURN_SECONDS, TURN_STEPS = 0.1, 8
 # What tuning may cost beyond the training that it performs, in steps of the loop as it was; compiling,
 # which is weighed against the steps to come, is not counted.
 BUDGET = 40
+ASSUMED_STEPS = 1000  # to come, where nobody says
 
 # Yields the patches that are due for a proof, or None to be sent the next step's sample.
 Steps = Generator[Sequence[Patch] | None, Any, Any]
@@ -43,42 +49,56 @@ class Tuner:
     Args:
         patches: none of them is applied yet.
         agreement: the processes that train the same model: all decide by the first one's clock.
-        steps_left: optimizer steps still to come.
-        say: is told what is being measured.
-        done: is called when everything is decided.
+        clock: tells of each step, for as long as something is to be decided.
+        steps: optimizer steps to come, if known.
 
     Attributes:
-        due: the patches that are to be proved on the next batch; then call `proved`.
+        due: the patches that are to be proved on the next batch.
     """
 
     def __init__(
-        self,
-        patches: Patches,
-        agreement: Agreement,
-        steps_left: Callable[[], int],
-        say: Callable[[str], object] = lambda text: None,
-        done: Callable[[], object] = lambda: None,
+        self, patches: Patches, agreement: Agreement, clock: StepClock, steps: int | None = None
     ) -> None:
-        self._patches, self._agreement, self._steps_left = patches, agreement, steps_left
-        self._say, self._done = say, done
+        self._patches, self._agreement, self._clock = patches, agreement, clock
+        self._in_all = steps or ASSUMED_STEPS
+        self._progress, self._news = Progress(), "tuning"
         self.tuning = Tuning("waiting")
         self.due: Sequence[Patch] | None = None
         self._recent: list[Sample] = []
         self._trials: dict[str, Trial] = {}
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
         self._script = self._tune()
+        clock.listen(self._sample)
         self._go_on(None)
 
     @property
     def active(self) -> bool:
         return self.tuning.state in ("waiting", "measuring")
 
-    def proved(self, seconds: float) -> None:
-        """The patches that were due are proved or rejected; it took so long."""
-        self.tuning.seconds += seconds
-        self._go_on(None)
+    def prove(self, loss_of: Callable[[], Tensor], batch: Any, **options: Any) -> None:
+        """Prove on a batch what is due; a batch that shows nothing leaves it for the next."""
+        start, self._patches.proved = time.perf_counter(), False
+        self._patches.prove(loss_of, batch, due=self.due, **options)
+        self.tuning.seconds += time.perf_counter() - start
+        if self._patches.proved:
+            self._go_on(None)
 
-    def sample(self, sample: Sample) -> None:
+    def cannot_prove(self) -> None:
+        """Go on with what needs no proof."""
+        if self.due is not None:
+            self._go_on(None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """What is being measured, on a terminal, while a step runs; gone when the loop goes on."""
+        if self.active:
+            self._progress.update(self._news)
+        try:
+            yield
+        finally:
+            self._progress.close()
+
+    def _sample(self, sample: Sample) -> None:
         """An optimizer step was taken."""
         if not self.active:
             return
@@ -108,7 +128,7 @@ class Tuner:
 
     def _finish(self) -> None:
         self.tuning.state, self.due = "done", None
-        self._done()
+        self._clock.unlisten(self._sample)
 
     # --- the order of things ---------------------------------------------------------------------
 
@@ -180,7 +200,7 @@ class Tuner:
         """What wins alone may lose in company: a fused norm inside a compiled region."""
         for patch in [p for p in self._patches if p.in_modules and p.applied]:
             gain = max(self._patches.row(patch).gain or 0.0, INNER_GAIN)
-            if gain * self._seconds() * self._steps_left() < price or self._overspent():
+            if gain * self._seconds() * self._steps_left < price or self._overspent():
                 continue  # compiling without it would cost more than that could bring
             trial = Trial()
             states = self._applying(patch), patch.undo
@@ -302,6 +322,10 @@ class Tuner:
         """Of a step as it is now."""
         return sum(s.seconds for s in self._recent) / len(self._recent) if self._recent else 0.0
 
+    @property
+    def _steps_left(self) -> int:
+        return max(self._in_all - self.tuning.steps, 0)
+
     def _overspent(self) -> bool:
         tuning = self.tuning
         if tuning.baseline_ms is None:
@@ -322,9 +346,9 @@ class Tuner:
     def _tell(self, trial: Trial, patch: Patch | None) -> None:
         name = "all together" if patch is None else patch.name
         if min(trial.count(0), trial.count(1)) >= 2:
-            self._say(f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps")
+            self._news = f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps"
         else:
-            self._say(f"{name}: measuring")
+            self._news = f"{name}: measuring"
 
 
 def _undo_all(patches: Sequence[Patch]) -> None:

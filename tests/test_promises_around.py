@@ -381,8 +381,8 @@ nets = [
 steps = []
 for net in nets:
     optimizer = torch.optim.AdamW(net.parameters())
-    options = {"precision": "fp32", "compile": False} if len(sys.argv) < 3 else {"compile": False}
-    steps.append(autofuse.optimize(net, optimizer, loss_fn=nn.functional.mse_loss, **{"measure": False, **options}))
+    options = {"compile": False, "measure": False} | ({"precision": "fp32"} if len(sys.argv) < 3 else {})
+    steps.append(autofuse.optimize(net, optimizer, loss_fn=nn.functional.mse_loss, **options))
 child = os.fork()
 if child == 0:
     inputs = torch.full((rows, size), 0.5)

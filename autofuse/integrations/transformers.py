@@ -6,6 +6,7 @@ runs inside the step's autocast, where the patches are proved on the first batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +19,17 @@ __all__ = ["optimize_trainer"]
 
 
 class _Counting(TrainerCallback):
-    """Counts the Trainer's optimizer steps into the report."""
+    """Counts the Trainer's optimizer steps into the report, and times them."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._counters = step.report.counters
+        self._step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step.clock.stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._counters.steps += 1
+        self._step.report.counters.steps += 1
+        self._step.clock.step_done()
 
 
 # What the Trainer's own loop does, and where it is told so.
@@ -68,13 +73,27 @@ def optimize_trainer(
         raise ValueError('for a Trainer ask for fp16 with TrainingArguments(fp16=True), not precision="fp16"')
     if arguments.bf16 or arguments.fp16:
         precision = "fp32"
-    if options.get("steps") is None and arguments.max_steps > 0:
-        options["steps"] = arguments.max_steps
+    if options.get("steps") is None:
+        options["steps"] = _steps(trainer)
     if trainer.optimizer is None and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         trainer.create_optimizer()
     step = optimize(trainer.model, trainer.optimizer, precision=precision, **options)
+    step.agreement.several = arguments.world_size > 1  # it wraps the model itself, later
     step.attach(lambda transaction: _wrap(trainer, step, transaction))
     return step
+
+
+def _steps(trainer: Any) -> int | None:
+    """The optimizer steps that it will take; None where its data set does not say how long it is."""
+    arguments = trainer.args
+    if arguments.max_steps > 0:
+        return int(arguments.max_steps)
+    try:
+        rows = len(trainer.train_dataset)
+    except TypeError:
+        return None
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return max(1, math.ceil(rows / batch * arguments.num_train_epochs))
 
 
 def _wrap(trainer: Any, step: TrainingStep, transaction: Transaction) -> None:
