@@ -121,7 +121,7 @@ def optimize(
     if not tune:
         for patch in made.patches.values():
             patch.timed = False
-    for earlier in done.steps:
+    for earlier in [step for each in _done[model] for step in each.steps]:
         earlier.stop_tuning("a later call of optimize took over")
     journal: list[Transaction] = []
     done.journals.append(journal)

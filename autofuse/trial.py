@@ -4,7 +4,7 @@ The estimate is the effect of the change on the logarithm of a step's time, by l
 mean of its own for each block of turns and each shape of batch in it: what else the machine does
 comes and goes more slowly than turns, and shapes are never mixed up. The interval is Student's, 95%.
 Where a shape hardly comes twice in a block, shapes are compared over all blocks; where shapes hardly
-repeat at all, times per token.
+repeat at all, the time is taken to follow a power of the number of tokens.
 """
 
 from __future__ import annotations
@@ -133,11 +133,7 @@ class Trial:
         """What the change saves; ``sure`` gives the 99% interval, which verdicts are made by."""
         before = [math.log(sample.seconds) for sample in self.of(0)]
         level = math.exp(sum(before) / len(before)) if before else math.nan
-        points = self._points()
-        fitted = _fit(points, sure)
-        if fitted is not None and len(points) >= LEFT_OUT:
-            points = _fitting(points, fitted[0])
-            fitted = _fit(points, sure)
+        fitted = _fit(self._points(), sure)
         if fitted is None:
             return Estimate(0.0, -math.inf, 1.0, level, level)
         slope, half = fitted
@@ -146,12 +142,18 @@ class Trial:
 
     def _points(self) -> list[_Point]:
         """The logarithms of the times, in groups that are comparable and have both kinds of steps."""
-        for key, per_token in _GROUPINGS:
+        varied = len({sample.shape for *_, sample in self.samples}) > 2 / 3 * len(self.samples)
+        keys: Sequence[Callable[[int, Sample], Hashable]] = [
+            lambda block, sample: (block, sample.shape),
+            lambda block, sample: (0, sample.shape),
+        ]
+        if varied:
+            keys = [lambda block, sample: (block, _optimizer(sample))]
+        for key in keys:
             groups: dict[Hashable, list[_Point]] = defaultdict(list)
             for block, arm, sample in self.samples:
-                time = sample.seconds / (max(sample.tokens, 1) if per_token else 1)
-                group = key(block, sample)
-                groups[group].append(_Point(group, arm, math.log(time)))
+                group, tokens = key(block, sample), math.log(max(sample.tokens, 1))
+                groups[group].append(_Point(group, arm, math.log(sample.seconds), tokens))
             points = [p for group in groups.values() if len({p.x for p in group}) == 2 for p in group]
             if 2 * len(points) >= len(self.samples):
                 break
@@ -160,46 +162,53 @@ class Trial:
 
 class _Point(NamedTuple):
     group: Hashable
-    x: int
-    y: float
+    x: float  # the arm
+    y: float  # the logarithm of the seconds
+    z: float  # that of the tokens
 
 
-_GROUPINGS: Sequence[tuple[Callable[[int, Sample], Hashable], bool]] = (
-    (lambda block, sample: (block, sample.shape), False),
-    (lambda block, sample: sample.shape, False),
-    (lambda block, sample: (block, sample.shape[0] if isinstance(sample.shape, tuple) else None), True),
-)
+def _optimizer(sample: Sample) -> Hashable:
+    """Which optimizers the step was for: steps of others are other steps."""
+    return sample.shape[0] if isinstance(sample.shape, tuple) and sample.shape else None
 
 
-def _means(points: Sequence[_Point]) -> dict[Hashable, tuple[float, float]]:
+def _centred(points: Sequence[_Point]) -> tuple[list[_Point], int]:
+    """The points without their groups' means and without what the tokens explain, and how many
+    figures were estimated for that."""
     groups: dict[Hashable, list[_Point]] = defaultdict(list)
     for point in points:
         groups[point.group].append(point)
-    return {g: (sum(p.x for p in ps) / len(ps), sum(p.y for p in ps) / len(ps)) for g, ps in groups.items()}
-
-
-def _fitting(points: Sequence[_Point], slope: float) -> list[_Point]:
-    """Without those that are farthest from the line."""
-    means = _means(points)
-
-    def distance(point: _Point) -> float:
-        x, y = means[point.group]
-        return abs(point.y - y - slope * (point.x - x))
-
-    return sorted(points, key=distance)[: len(points) - len(points) // LEFT_OUT]
+    centred = []
+    for group, own in groups.items():
+        x, y, z = (sum(p[i] for p in own) / len(own) for i in (1, 2, 3))
+        centred += [_Point(group, p.x - x, p.y - y, p.z - z) for p in own]
+    szz = sum(p.z**2 for p in centred)
+    if szz < 1e-12:
+        return centred, len(groups)
+    a, b = sum(p.x * p.z for p in centred) / szz, sum(p.y * p.z for p in centred) / szz
+    return [_Point(p.group, p.x - a * p.z, p.y - b * p.z, 0.0) for p in centred], len(groups) + 1
 
 
 def _fit(points: Sequence[_Point], sure: bool) -> tuple[float, float] | None:
-    """(slope of y over x with a mean for each group, half of its interval); None with too few points."""
-    means = _means(points)
-    away = [(p.x - means[p.group][0], p.y - means[p.group][1]) for p in points]
-    sxx, sxy, syy = sum(x * x for x, _ in away), sum(x * y for x, y in away), sum(y * y for _, y in away)
-    freedom = len(points) - len(means) - 1
-    if sxx == 0 or freedom < 1:
+    """(the effect of the arm, half of its interval); None with too few points."""
+    centred, estimated = _centred(points)
+    if len(points) >= LEFT_OUT:
+        slope = _slope(centred)[0]
+        worst = sorted(range(len(points)), key=lambda i: abs(centred[i].y - slope * centred[i].x))
+        left = {id(p) for p in (centred[i] for i in worst[len(points) - len(points) // LEFT_OUT :])}
+        centred = [p for p in centred if id(p) not in left]
+    slope, sxx = _slope(centred)
+    freedom = len(centred) - estimated - 1
+    if sxx < 1e-12 or freedom < 1:
         return None
-    slope = sxy / sxx
-    noise = max(max(syy - slope * sxy, 0.0) / freedom, LEAST_NOISE**2)
+    rest = sum((p.y - slope * p.x) ** 2 for p in centred)
+    noise = max(rest / freedom, LEAST_NOISE**2)
     return slope, _t(freedom, sure) * math.sqrt(noise / sxx)
+
+
+def _slope(centred: Sequence[_Point]) -> tuple[float, float]:
+    sxx = sum(p.x**2 for p in centred)
+    return (sum(p.x * p.y for p in centred) / sxx if sxx else 0.0), sxx
 
 
 def _t(freedom: int, sure: bool) -> float:

@@ -144,7 +144,7 @@ class Tuner:
         self.tuning.baseline_ms = 1e3 * sum(s.seconds for s in self._recent) / len(self._recent)
         for patch in precision:
             yield from self._introduce(patch)
-        exact = [p for p in self._undecided() if not p.encloses]
+        exact = [p for p in self._undecided() if p.pays is None and not p.encloses]
         if any(p.in_forward for p in exact):
             yield exact
         for patch in sorted(exact, key=patches.slowness):  # what the proof saw pays early
@@ -234,6 +234,7 @@ class Tuner:
                 )
                 return
             patches.record(better, trial, further=True)
+            self._trials.clear()
             patch = better
 
     def _compare_with_nothing(self) -> Steps:
@@ -340,7 +341,8 @@ class Tuner:
         return lambda: self._patches.switch(leave, enter)
 
     def _drop(self, patch: Patch, reason: str) -> None:
-        self._patches.kept.discard(patch.name)
+        if patch.name in self._patches.kept:
+            self._trials.clear()  # they were made in its company
         self._patches.give_up([patch], reason)
 
     def _tell(self, trial: Trial, patch: Patch | None) -> None:

@@ -1,0 +1,511 @@
+"""The tuner on real steps, with a clock that the tests move: what is kept, undone, and in which order."""
+
+import copy
+import types
+
+import pytest
+import torch
+from doubles import Entry, forward_patcher, register
+from torch import nn
+
+import autofuse
+import autofuse.clock
+from autofuse.patch import Patch, Rejected, Site
+
+
+class Time:
+    """Stands in for the clock's time: seconds pass only where a test lets them."""
+
+    def __init__(self):
+        self.now, self.speed = 0.0, 1.0
+
+    def perf_counter(self):
+        return self.now
+
+    def passes(self, seconds):
+        self.now += seconds * self.speed
+
+
+@pytest.fixture
+def time(monkeypatch):
+    time = Time()
+    monkeypatch.setattr(autofuse.clock, "time", types.SimpleNamespace(perf_counter=time.perf_counter))
+    return time
+
+
+class Slow(nn.Module):
+    """A layer that takes a second and a half, of which a patch can save or to which it can add."""
+
+    def __init__(self, time, seconds=1.0):
+        super().__init__()
+        self.linear, self.time, self.seconds = nn.Linear(8, 8), time, seconds
+
+    def forward(self, x):
+        self.time.passes(self.seconds)
+        return self.linear(x)
+
+    def __deepcopy__(self, memo):
+        new = Slow(self.time, self.seconds)
+        new.linear = copy.deepcopy(self.linear, memo)
+        return new
+
+
+def net(time, layers=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Slow(time) for _ in range(layers)), nn.Linear(8, 1))
+
+
+def takes(path, seconds, **options):
+    """A patcher whose patch gives the same result in so many seconds."""
+
+    def find(context):
+        module = context.model.get_submodule(path)
+
+        def change(transaction, sites):
+            transaction.set_attribute(module, "seconds", seconds)
+
+        return Patch([Site(path, "Slow", "double", "tests")], change, reason="for a test", **options)
+
+    return find
+
+
+def batch(number=0):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def tune(model, *, steps=200, names=(), optimizer=None, **options):
+    """Steps until everything is decided; returns the step and the losses."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    settings = {"loss_fn": nn.functional.mse_loss, "only": names, "precision": "fp32", **options}
+    step, losses = autofuse.optimize(model, optimizer, **settings), []
+    for number in range(steps):
+        losses.append(step(*batch(number)).item())
+        if not step.tuning:
+            break
+    return step, losses
+
+
+def plain(model, steps):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for number in range(steps):
+        x, y = batch(number)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# --- kept and undone -----------------------------------------------------------------------------
+
+
+def test_what_helps_is_kept_and_what_does_not_is_undone(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4), planted_slow=takes("1", 1.5))
+    model = net(time)
+    step, losses = tune(model, names=["good", "planted_slow"])
+    assert not step.tuning and step.report.tuning.state == "done"
+    good, slow = step.report["good"], step.report["planted_slow"]
+    assert good.status == "kept" and slow.status == "rejected" and "slower" in slow.reason
+    assert model[0].seconds == 0.4 and model[1].seconds == 1.0  # the one in place, the other gone
+    assert good.before_ms == pytest.approx(2000) and good.after_ms == pytest.approx(1400)
+    assert good.gain == pytest.approx(0.3) and good.interval[0] < 0.3 < good.interval[1]
+    assert slow.gain < 0 and slow.after_ms > slow.before_ms  # what was measured is told
+    assert step.report.tuning.baseline_ms == pytest.approx(2000)
+    assert step.report.tuning.final_ms == pytest.approx(1400)
+    assert step.report.tuning.speedup == pytest.approx(2 / 1.4)
+    assert losses == plain(net(time), len(losses))  # every step of it was a step of the training
+
+
+def test_a_wrong_patch_is_undone_by_the_proof_and_never_timed(monkeypatch, time):
+    wrong = forward_patcher("1", lambda forward: lambda x: forward(x) * 1.01)
+    register(monkeypatch, good=takes("0", 0.4), planted_wrong=wrong)
+    model = net(time)
+    step, losses = tune(model, names=["good", "planted_wrong"])
+    row = step.report["planted_wrong"]
+    assert row.status == "rejected" and "changes the result" in row.reason and row.gain is None
+    assert "forward" not in vars(model[1]) and step.report["good"].status == "kept"
+    assert losses == plain(net(time), len(losses))
+
+
+def test_nothing_helps(monkeypatch, time):
+    register(monkeypatch, useless=takes("0", 1.0), slow=takes("1", 2.0))
+    model = net(time)
+    step, losses = tune(model, names=["useless", "slow"])
+    assert not [row for row in step.report.rows if row.status == "kept"]
+    assert "Nothing helped: the loop is as it was." in str(step.report)
+    assert [layer.seconds for layer in model[:2]] == [1.0, 1.0]
+    assert losses == plain(net(time), len(losses))
+
+
+def test_nothing_to_try_is_decided_at_once(time):
+    step, losses = tune(net(time), names=["loss"])
+    assert len(losses) == 1 and not step.tuning
+
+
+def test_it_starts_from_the_loop_as_it_was(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4))
+    model = net(time)
+    step = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good"])
+    assert model[0].seconds == 1.0 and step.report["good"].status == "planned"
+    assert step.report.tuning.state == "waiting"
+    step(*batch())
+    assert model[0].seconds == 1.0 and step.report.tuning.state == "measuring"
+
+
+def test_the_order_pays_early(monkeypatch, time):
+    register(monkeypatch, little=takes("0", 0.9), much=takes("1", 0.1))
+    monkeypatch.setattr("autofuse.proof.time", types.SimpleNamespace(perf_counter=time.perf_counter))
+    step, _ = tune(net(time), names=["little", "much"])
+    assert step.report.tuning.order == ["much", "little"]
+
+
+def test_a_clear_answer_takes_few_steps(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4))
+    step, losses = tune(net(time), names=["good"])
+    assert step.report["good"].status == "kept" and len(losses) <= 8
+
+
+def test_what_the_user_asked_for_stays_though_it_is_slower(monkeypatch, time):
+    register(monkeypatch, asked=takes("0", 1.5, forced=True))
+    model = net(time)
+    step, _ = tune(model, names=["asked"])
+    assert step.report["asked"].status == "kept" and step.report["asked"].gain < 0 and model[0].seconds == 1.5
+
+
+def test_a_price_that_does_not_pay_is_not_paid(monkeypatch, time):
+    asked = []
+
+    def pays(seconds):
+        asked.append(seconds)
+        return Rejected("too dear")
+
+    register(monkeypatch, good=takes("0", 0.4), dear=Entry(takes("1", 0.1, pays=pays), order=90))
+    model = net(time)
+    step, _ = tune(model, names=["good", "dear"])
+    assert step.report["dear"].reason == "too dear" and model[1].seconds == 1.0
+    assert asked == [pytest.approx(1.4)]  # the time of a step as it is by then
+
+
+# --- company -------------------------------------------------------------------------------------
+
+
+def test_what_wins_alone_and_loses_in_company_is_found_out(monkeypatch, time):
+    class Enclosed(Slow):
+        pass
+
+    model = net(time)
+
+    def find(context):
+        def change(transaction, sites):
+            # once it is there, the other patch's 0.6 s costs 1.2 s instead
+            transaction.set_attribute(model[1], "forward", lambda x: enclosed(x))
+
+        def enclosed(x):
+            time.passes(0.2 if model[0].seconds == 1.0 else 0.9)
+            return model[1].linear(x)
+
+        pays = lambda seconds: None  # noqa: E731
+        return Patch([Site("1", "Slow", "double", "tests")], change, pays=pays, encloses=True)
+
+    register(
+        monkeypatch,
+        inner=takes("0", 0.8, in_modules=True),
+        outer=Entry(find, order=90),
+    )
+    step, _ = tune(model, names=["inner", "outer"])
+    inner, outer = step.report["inner"], step.report["outer"]
+    assert outer.status == "kept" and inner.status == "rejected", step.report
+    assert "it helps alone, but outer does without it" in inner.reason and inner.gain > 0
+    assert model[0].seconds == 1.0
+    assert step.report.tuning.final_ms == pytest.approx(1200)
+
+
+@pytest.mark.parametrize("better, expected", [(0.2, 1.2), (0.9, 1.5)])
+def test_a_dearer_form_is_kept_only_if_it_is_faster(monkeypatch, time, better, expected):
+    asked = []
+
+    def find(context):
+        def upgrade(seconds):
+            asked.append(seconds)
+            return takes("0", better)(context)
+
+        return takes("0", 0.5, upgrade=upgrade, encloses=True)(context)
+
+    register(monkeypatch, dear=Entry(find, order=90))
+    model = net(time)
+    step, _ = tune(model, names=["dear"])
+    assert asked == [pytest.approx(1.5)] and step.report["dear"].status == "kept"
+    assert 1.0 + model[0].seconds == pytest.approx(expected)
+    assert step.report["dear"].after_ms == pytest.approx(1e3 * expected)
+    assert step.report["dear"].before_ms == pytest.approx(2000)
+    assert step.report.tuning.final_ms == pytest.approx(1e3 * expected)
+
+
+def test_all_together_slower_than_the_loop_is_undone(monkeypatch, time):
+    """Each helps alone, over the state in which it was tried; together something else happens."""
+    model = net(time, layers=3)
+
+    register(monkeypatch, one=takes("0", 0.5), two=takes("1", 0.5))
+    step, _ = tune(model, names=["one", "two"], steps=1)
+    for number in range(1, 200):
+        one, two = step.report["one"].status, step.report["two"].status
+        both = {one, two} == {"kept"} and model[0].seconds == model[1].seconds == 0.5
+        model[2].seconds = 4.0 if both else 1.0  # from now on the pair of them is slow
+        step(*batch(number))
+        if not step.tuning:
+            break
+    assert not step.tuning
+    assert [step.report[name].status for name in ("one", "two")] == ["rejected", "rejected"]
+    assert "slower together" in step.report["one"].reason
+    assert [layer.seconds for layer in model[:2]] == [1.0, 1.0]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("the double fails"), torch.OutOfMemoryError("no memory")])
+def test_a_patch_that_raises_in_step_7_is_rolled_back_and_step_7_done_again(monkeypatch, time, failure):
+    calls, raised = [0], []
+
+    def make(forward):
+        def new(x):
+            calls[0] += 1
+            if step_number[0] == 7:
+                raised.append(failure)
+                raise failure
+            return forward(x)
+
+        return new
+
+    step_number = [0]
+    register(monkeypatch, double=forward_patcher("1", make), good=takes("0", 0.4))
+    model = net(time)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = autofuse.optimize(
+        model, optimizer, loss_fn=nn.functional.mse_loss, only=["double", "good"], precision="fp32"
+    )
+    losses = []
+    for number in range(60):
+        step_number[0] = number + 1
+        # it is tried, and kept on, in the very step that fails
+        if number == 6 and "forward" not in vars(model[1]):
+            step._patches.get("double").apply()
+        losses.append(step(*batch(number)).item())
+    assert raised and not step.tuning
+    row = step.report["double"]
+    assert row.status == "rejected" and str(failure) in row.reason and "batch 7" in row.reason
+    assert "forward" not in vars(model[1])
+    assert step.report["good"].status == "kept" and step.report.counters.steps == 60
+    assert losses == plain(net(time), 60)
+
+
+def test_running_out_of_memory_in_the_proof_is_tried_again_with_more_room(monkeypatch, time):
+    failing = [True]
+
+    def make(forward):
+        def new(x):
+            if failing and failing.pop():
+                raise torch.OutOfMemoryError("no room for two sets of gradients")
+            time.passes(-0.5)
+            return forward(x)
+
+        return new
+
+    register(monkeypatch, double=forward_patcher("1", make))
+    step, _ = tune(net(time), names=["double"])
+    assert not failing and step.report["double"].status == "kept"
+
+
+def test_steps_with_something_that_happens_once_are_not_counted(monkeypatch, time):
+    """A step in which something was compiled takes ten times as long, and says nothing."""
+    from autofuse.proof import runs
+
+    seen = [0]
+
+    def make(forward):
+        def new(x):
+            seen[0] += 1
+            if seen[0] in (4, 6, 8):
+                runs.evaluations += 1
+                time.passes(10.0)
+            time.passes(-0.6)
+            return forward(x)
+
+        return new
+
+    register(monkeypatch, double=forward_patcher("1", make))
+    step, _ = tune(net(time), names=["double"])
+    row = step.report["double"]
+    assert row.status == "kept" and row.gain == pytest.approx(0.3)
+
+
+def test_a_patch_whose_steps_never_settle_is_given_up(monkeypatch, time):
+    from autofuse.proof import runs
+
+    def make(forward):
+        def new(x):
+            runs.evaluations += 1
+            return forward(x)
+
+        return new
+
+    register(monkeypatch, double=forward_patcher("1", make))
+    step, losses = tune(net(time), names=["double"])
+    assert not step.tuning and len(losses) < 30
+    assert step.report["double"].status == "rejected" and "never settled" in step.report["double"].reason
+
+
+def test_the_budget_is_kept(monkeypatch, time):
+    """A patch that makes its steps a hundred times as slow costs a few steps, not dozens."""
+    register(monkeypatch, **{f"slow{n}": takes("0", 30.0) for n in range(8)})
+    step, _ = tune(net(time), names=[f"slow{n}" for n in range(8)])
+    tuning = step.report.tuning
+    assert tuning.extra_seconds < 75 * tuning.baseline_ms / 1e3, tuning
+    assert any("budget" in row.reason for row in step.report.rows)
+
+
+def test_undo_in_the_middle_of_a_trial(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.99))
+    model = net(time)
+    step = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good"])
+    for number in range(100):
+        step(*batch(number))
+        if model[0].seconds == 0.99:
+            break
+    step.undo()
+    assert model[0].seconds == 1.0 and not step.tuning
+    step(*batch())
+    assert model[0].seconds == 1.0 and step.report["good"].status == "rejected"
+
+
+def test_a_second_call_takes_over(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4))
+    model = net(time)
+    first = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good"])
+    for number in range(3):
+        first(*batch(number))
+    second, _ = tune(model, names=["good"])
+    assert not first.tuning and second.report["good"].status == "kept"
+    third = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["optimizer"])
+    assert second.report["good"].status == "kept" and model[0].seconds == 0.4 and third is not second
+
+
+# --- again ---------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_spares_the_tuning(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4), slow=takes("1", 1.5))
+    step, _ = tune(net(time), names=["good", "slow"])
+    state = step.state_dict()
+    model = net(time)
+    again = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good", "slow"], precision="fp32")
+    again.load_state_dict(state)
+    assert not again.tuning and [layer.seconds for layer in model[:2]] == [0.4, 1.0]
+    assert [again.report[n].status for n in ("good", "slow")] == ["kept", "rejected"]
+    again(*batch())
+    assert model[0].seconds == 0.4
+
+
+def test_a_saved_plan_is_repeated_without_measuring(monkeypatch, time, tmp_path):
+    register(monkeypatch, good=takes("0", 0.4), slow=takes("1", 1.5))
+    step, _ = tune(net(time), names=["good", "slow"])
+    step.plan.save(tmp_path / "plan.json")
+    model = net(time)
+    again = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, plan=tmp_path / "plan.json")
+    assert not again.tuning and [layer.seconds for layer in model[:2]] == [0.4, 1.0]
+    again(*batch())
+    assert again.report["good"].status == "kept" and again.report["slow"].status != "kept"
+    row = autofuse.Plan.load(tmp_path / "plan.json")["good"]
+    assert row.gain == pytest.approx(0.3) and isinstance(row.interval, tuple)
+
+
+# --- other loops ---------------------------------------------------------------------------------
+
+
+def test_in_pieces(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4), slow=takes("1", 1.5))
+    model = net(time)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = autofuse.optimize(model, optimizer, only=["good", "slow"], precision="fp32")
+    losses = []
+    for number in range(100):
+        x, y = batch(number)
+        with step.autocast():
+            loss = nn.functional.mse_loss(model(x), y)
+        step.backward(loss)
+        time.passes(5.0)  # what the loop does for itself is not the step's
+        step.update()
+        losses.append(loss.item())
+    assert not step.tuning
+    assert step.report["good"].gain == pytest.approx(0.3) and step.report["slow"].status == "rejected"
+    assert losses == plain(net(time), 100)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_an_accumulation_window_is_one_step(monkeypatch, time, pieces):
+    register(monkeypatch, good=takes("0", 0.4))
+    model = net(time)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_fn = None if pieces else nn.functional.mse_loss
+    step = autofuse.optimize(model, optimizer, loss_fn=loss_fn, only=["good"], precision="fp32", accumulate=3)
+    states = []
+    for number in range(60):
+        x, y = batch(number)
+        if pieces:
+            with step.autocast():
+                loss = nn.functional.mse_loss(model(x), y)
+            step.backward(loss)
+            time.passes(7.0)  # loading the next micro-batch
+            step.update()
+        else:
+            step(x, y)
+        states.append(model[0].seconds)
+    assert step.report["good"].before_ms == pytest.approx(6000) and step.report["good"].status == "kept"
+    windows = [states[i : i + 2] for i in range(0, 60, 3)]
+    assert all(a == b for a, b in windows)  # nothing changes inside a window
+
+
+def test_two_optimizers_that_take_turns_are_never_compared(monkeypatch, time):
+    """The one's step takes three times as long as the other's."""
+    register(monkeypatch, good=takes("0", 0.5))
+    one, two = net(time), net(time)
+    both = nn.ModuleList([one, two])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in both]
+
+    def find(context):
+        def change(transaction, sites):
+            for m in both:
+                transaction.set_attribute(m[0], "seconds", 0.5)
+
+        return Patch([Site("0", "Slow", "double", "tests")], change)
+
+    register(monkeypatch, good=find)
+    both.forward = lambda x, which: both[which](x)
+    step = autofuse.optimize(both, optimizers, only=["good"], precision="fp32")
+    for number in range(80):
+        which = number % 2
+        x, y = batch(number)
+        with step.autocast():
+            loss = nn.functional.mse_loss(both(x, which), y)
+        step.backward(loss)
+        time.passes(0)
+        with step.clock.running():
+            time.passes(4.0 * which)
+        step.update(optimizers[which])
+    assert not step.tuning and step.report["good"].status == "kept"
+
+
+def test_evaluation_in_between_changes_nothing(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4))
+    model = net(time)
+    step = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good"], precision="fp32")
+    for number in range(40):
+        step(*batch(number))
+        model.eval()
+        with torch.no_grad():
+            time.passes(100.0)
+            model(batch(0)[0])
+        model.train()
+    assert step.report["good"].before_ms == pytest.approx(2000)
