@@ -108,7 +108,7 @@ class StepClock:
                 self._begun, self._graphs = self._started, _graphs()
 
     def stop(self) -> None:
-        if self._idle or self._depth == 0:
+        if self._depth == 0:  # nobody listened when it began
             return
         self._depth -= 1
         if self._depth == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autofuse.batch import check_not_empty, fresh, loss_from, loss_of_batch, tensors
+from autofuse.clock import StepClock
+from autofuse.integrations.logging import LogHandle, log_to
 from autofuse.lazy import materialize, settle
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import modules_behind
+from autofuse.profile import Profile, profile
 from autofuse.report import Counters, Report
 from autofuse.window import Loop, Moment, Window, is_finite
 
@@ -64,6 +67,9 @@ class TrainingStep:
         self._busy = self._wants_outputs = False
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
+        self.clock = StepClock(self._device)
+        self._one_off = False  # a proof was in the optimizer step that is under way
+        self._in_pieces = False  # between autocast() and the end of backward(), on the clock
 
     @property
     def optimizer(self) -> Any:
@@ -89,7 +95,12 @@ class TrainingStep:
                 the optimizer's state are as before.
         """
         check_not_empty(batch)
+        with self.clock.running(batch[0] if len(batch) == 1 else batch):
+            return self._call(batch, return_outputs)
+
+    def _call(self, batch: tuple[Any, ...], return_outputs: bool) -> Any:
         if not self._patches.proved:
+            self._one_off = True
             self._prove(batch)
         self._wants_outputs = return_outputs
         self._window.replay.append(Moment.now(batch, self._patches))
@@ -186,6 +197,9 @@ class TrainingStep:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The context of the forward. The first model call inside it is where the patches are proved."""
+        if not self._in_pieces:
+            self._in_pieces = True
+            self.clock.start()
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
             if not self._patches.proved or self._loop.accumulate > 1:
@@ -198,8 +212,14 @@ class TrainingStep:
             try:
                 yield
             except Exception as error:
+                self._end_of_pieces()
                 self._patches.blame(error)
                 raise
+
+    def _end_of_pieces(self) -> None:
+        if self._in_pieces:
+            self._in_pieces = False
+            self.clock.stop()
 
     def _before_forward(self, precision: ExitStack) -> Callable[..., None]:
         def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,7 +231,7 @@ class TrainingStep:
             idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
             self._patches.give_up(idle, "it acts in step(batch) alone, and this loop calls the model itself")
             precision.close()  # the proof sets the precision itself, and may change it
-            self._busy = True
+            self._busy = self._one_off = True
             try:
                 own = fresh((args, dict(kwargs)), detached=True)
                 inputs = [tensor for _, tensor in tensors(own) if tensor.requires_grad]
@@ -257,6 +277,11 @@ class TrainingStep:
 
         The loss is the micro-batch's own: neither scaled nor divided by ``accumulate``.
         """
+        with self.clock.running():
+            self._backward(loss)
+        self._end_of_pieces()
+
+    def _backward(self, loss: Tensor) -> None:
         self._counters.micro_batches += 1
         weight = self._weight(loss)
         finite = is_finite(loss)
@@ -304,7 +329,7 @@ class TrainingStep:
             self._count_backward_of_the_callers()
         if len(self._window.weights) < self._loop.accumulate:
             return False
-        return self._take_step(self.optimizers if optimizer is None else (optimizer,))
+        return self._timed_step(self.optimizers if optimizer is None else (optimizer,))
 
     def _count_backward_of_the_callers(self) -> None:
         """``loss.backward()`` instead of ``step.backward(loss)``: gradients that nobody has counted."""
@@ -320,7 +345,15 @@ class TrainingStep:
 
     def flush(self) -> bool:
         """Take the optimizer step of an accumulation window that is not full (the epoch's last)."""
-        return self._take_step(self.optimizers) if self._window.weights else False
+        return self._timed_step(self.optimizers) if self._window.weights else False
+
+    def _timed_step(self, optimizers: Sequence[Optimizer]) -> bool:
+        one_off, self._one_off = self._one_off, False
+        key = None if len(optimizers) == len(self.optimizers) else self.optimizers.index(optimizers[0])
+        with self.clock.running():
+            stepped = self._take_step(optimizers)
+            self.clock.step_done(key, one_off=one_off)
+        return stepped
 
     def _take_step(self, optimizers: Sequence[Optimizer]) -> bool:
         asked = self._patches.asked or self._patches.proved
@@ -438,6 +471,14 @@ class TrainingStep:
         self._undo()
         self._patches.give_up(list(self._patches), "undone")
         self._patches.proved = True
+
+    def profile(self, **options: Any) -> AbstractContextManager[Profile]:
+        """Watch the steps that run inside: see `autofuse.profile.profile`."""
+        return profile(self, **options)
+
+    def log_to(self, target: Any, *, every: int = 10) -> LogHandle:
+        """Log to TensorBoard or Weights & Biases: see `autofuse.integrations.logging.log_to`."""
+        return log_to(self, target, every=every)
 
     def attach(self, change: Callable[[Transaction], None]) -> None:
         """Make a change around the step (an integration's), which `undo` takes back too."""
