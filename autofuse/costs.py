@@ -1,13 +1,14 @@
 """What a few steps spend their time on: by operation and by module, from torch.profiler or for Nsight.
 
-Modules are told apart by a range around ``nn.Module.__call__``, which is put there for these steps
-alone. Hooks would not do: compiled regions and the padding patch step back where there are any.
+Modules are told apart by a range around each call, which is put there for these steps alone, in the
+place that `nn.Module.compile` uses. Hooks would not do: compiled regions and the padding patch step
+back where there are any; nor would another ``nn.Module.__call__``, which dynamo would trace.
 """
 
 from __future__ import annotations
 
-import functools
 import re
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +36,10 @@ GROUPS = (PRODUCTS, OPTIMIZER, COMPILED, OTHERS, BETWEEN)
 OUTSIDE = "(outside the model)"
 ITSELF = "(the model itself)"
 
+_PLACE = "_compiled_call_impl"
 _MODULE, _STEP = "autofuse.module:", "autofuse.step"
 _PRODUCT = re.compile(r"(::|_)(addmm|mm|bmm|baddbmm|linear|conv\w*|attention)(_|$)")
+_GRAPH = re.compile(r"## Call CompiledFxGraph \w+ ##")
 _COMPILED = re.compile(r"Compiled|^triton_|^graph_\d")
 
 
@@ -78,7 +81,6 @@ class _Ranges:
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
-        self._names = {id(m): path or ITSELF for path, m in step.model.named_modules()}
         self._transaction: Transaction | None = None
         self._depth = 0
         self._forwards: list[Forward] = []
@@ -91,7 +93,8 @@ class _Ranges:
     def start(self) -> None:
         self._transaction = Transaction()
         clock = self._step.clock
-        self._transaction.set_attribute(nn.Module, "__call__", self._named_call())
+        for name, module in _called(self._step.model):
+            self._put_around(module, name, self._transaction)
         self._transaction.set_attribute(clock, "start", self._started(clock.start))
         self._transaction.set_attribute(clock, "stop", self._stopped(clock.stop))
 
@@ -121,25 +124,33 @@ class _Ranges:
     def called(self, name: str, inputs: Any, outputs: Any) -> None:
         """A module's forward is done."""
 
-    def _named_call(self) -> Callable[..., Any]:
-        call: Callable[..., Any] = nn.Module.__call__
-        names = self._names
+    def _put_around(self, module: nn.Module, name: str, transaction: Transaction) -> None:
+        before = vars(module).get(_PLACE)
+        call: Callable[..., Any] = module._call_impl if before is None else before
+        note, around, called = _unseen(self._note), _unseen(self.module_range), _unseen(self.called)
 
-        @functools.wraps(call)
-        def named_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def ranged(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                return call(module, *args, **kwargs)
-            name = names.get(id(module))
-            if name is None:
-                return call(module, *args, **kwargs)
+                return call(*args, **kwargs)
             if name is ITSELF:
-                self._note(args, kwargs)
-            with self.module_range(name):
-                outputs = call(module, *args, **kwargs)
-            self.called(name, (args, kwargs), outputs)
+                note(args, kwargs)
+            with around(name):
+                outputs = call(*args, **kwargs)
+            called(name, (args, kwargs), outputs)
             return outputs
 
-        return named_call
+        def take_away() -> None:
+            if vars(module).get(_PLACE) is not ranged:  # compile was undone in the meantime
+                return
+            if before is None:
+                delattr(module, _PLACE)
+            else:
+                setattr(module, _PLACE, before)
+
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.eval_frame.skip_code(ranged.__code__)
+        setattr(module, _PLACE, ranged)
+        transaction.on_undo(take_away)
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the forward of a micro-batch begins from, to count its FLOPs later."""
@@ -171,6 +182,19 @@ class _Ranges:
             stop()
 
         return stopped
+
+
+def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules with their names; of a DataParallel that alone, whose replicas share attributes."""
+    if isinstance(model, nn.DataParallel):
+        return [(ITSELF, model)]
+    scripted = torch.jit.ScriptModule
+    return [(path or ITSELF, m) for path, m in model.named_modules() if not isinstance(m, scripted)]
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What dynamo shall not compile, where a graph break leaves it looking for frames."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 class Recorder(_Ranges):
@@ -324,7 +348,7 @@ class _Attribution:
         self._groups[group] += us
         costs = [self._modules[_pattern(owner)]]
         if not event.name.startswith("autograd::engine"):
-            costs.append(self._operations[event.name])
+            costs.append(self._operations[_GRAPH.sub("CompiledFxGraph", event.name)])
             costs[-1].calls += 1
             costs[-1].group = group
         for cost in costs:

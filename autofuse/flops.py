@@ -6,6 +6,7 @@ operation) counts all the same, so that two runs of one model can be compared wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,8 @@ def _count(step: TrainingStep, forward: Forward) -> int:
     held = (p for o in step.optimizers for group in o.param_groups for p in group["params"])
     trained = {id(p): p for p in (*step.model.parameters(), *held) if p.requires_grad}
     others = modules_behind([step._loop.loss_fn, step._loop.forward])
-    with eagerly(), counter:
+    # PyTorch warns of the counter's own hooks where the caller has compiled the model.
+    with warnings.catch_warnings(action="ignore"), eagerly(), counter:
         evaluate(loss, step.model, list(trained.values()), others)
     return counter.get_total_flops()
 

@@ -58,6 +58,7 @@ class Profile:
         rate: the measured GFLOP/s of matrix products in ``dtype``.
         operations, modules: the dearest, under the profiler.
         groups: kind of work -> share of the profiled step.
+        applied: names of the patches that were kept.
         notes: what was not measured, and why.
 
     >>> print(Profile("this CPU", "GPT2", steps=4, step_s=0.2, flops=10**10, rate=100.0).share_of_floor)
@@ -79,8 +80,12 @@ class Profile:
     groups: dict[str, float] = field(default_factory=dict)
     profiled_ms: float | None = None
     trace: str | None = None
-    notes: list[str] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> bool:
+        return "compile" in self.applied or self.groups.get(COMPILED, 0.0) > 0
 
     @property
     def floor_s(self) -> float | None:
@@ -171,13 +176,11 @@ class Profile:
 
     def _on_others(self) -> str:
         dearest = next((cost.name for cost in self.operations if cost.group == OTHERS), "")
-        joined = (
-            "" if "compile" in self.applied else "; compile=True joins neighbours into one pass over memory"
-        )
+        joined = "" if self.compiled else "; compile=True joins neighbours into one pass over memory"
         return f"norms, activations, dropout, copies and the like, above all {dearest}{joined}"
 
     def _on_between(self) -> str:
-        remedy = "a larger batch" if "compile" in self.applied else "a larger batch, or compile=True,"
+        remedy = "a larger batch" if self.compiled else "a larger batch, or compile=True,"
         return f"Python, and waiting for it; {remedy} gives each call more to do"
 
     # --- how it looks --------------------------------------------------------------------------
@@ -335,13 +338,11 @@ class _Watch:
         self._timed: list[Sample] = []
         self._profiled: list[Sample] = []
         self._skip = False  # the next sample has the end of the recording in it
-        self._once = False
         self._counted: tuple[Sample, list[Forward]] | None = None
         self._recorder: Recorder | NvtxRecorder = NvtxRecorder(step) if nvtx else Recorder(step)
         self._recorded = nvtx
         report = step.report
-        applied = [row.name for row in report.rows if row.status == "kept"]
-        self.profile = Profile(report.hardware, report.model, applied=applied)
+        self.profile = Profile(report.hardware, report.model)
 
     def begin(self) -> None:
         self._step.clock.listen(self)
@@ -359,7 +360,7 @@ class _Watch:
         if self._skip:
             self._skip = False
         elif self._seen == 1 or sample.one_off:
-            self._once = self._once or self._recorder.running
+            self._record_again()
         elif self._recorder.running and not isinstance(self._recorder, NvtxRecorder):
             self._profiled.append(sample)
         else:
@@ -367,6 +368,13 @@ class _Watch:
         if forwards and not sample.one_off:
             self._counted = (sample, forwards)
         self._next()
+
+    def _record_again(self) -> None:
+        """What happens once would hide everything else in the recording."""
+        if self._recorder.running and isinstance(self._recorder, Recorder):
+            self._recorder.stop()
+            self._recorder = Recorder(self._step)
+            self._profiled.clear()
 
     def _next(self) -> None:
         """Start or end the recording, between two steps."""
@@ -388,6 +396,7 @@ class _Watch:
         """Fill in the times and the costs."""
         profile = self.profile
         profile.steps, profile.profiled = len(self._timed), len(self._profiled)
+        profile.applied = [row.name for row in self._step.report.rows if row.status == "kept"]
         profile.dtype = str(precision_of(self._step)).removeprefix("torch.")
         if self._timed:
             profile.step_s = median(sample.seconds for sample in self._timed)
@@ -407,10 +416,6 @@ class _Watch:
             costs: Costs = self._recorder.costs(len(self._profiled))
             profile.operations, profile.modules = costs.operations, costs.modules
             profile.groups, profile.profiled_ms = costs.groups, costs.step_ms
-            if self._once:
-                profile.notes.append(
-                    "Something that happens once (a compilation?) was in the profiled steps."
-                )
         else:
             why = self._recorder.refused or f"the loop ended after {self._seen} optimizer steps"
             profile.notes.append(f"The costs by operation and the FLOPs were not measured: {why}.")
