@@ -344,7 +344,7 @@ class _Attribution:
             self._add(child, owner, group, backward=backward)
 
     def _count(self, event: Any, owner: str, group: str, backward: bool) -> None:
-        us = event.self_device_time_total if self._on_device else event.self_cpu_time_total
+        us = self._own_us(event)
         self._groups[group] += us
         costs = [self._modules[_pattern(owner)]]
         if not event.name.startswith("autograd::engine"):
@@ -354,6 +354,12 @@ class _Attribution:
         for cost in costs:
             cost.ms += us / 1e3
             cost.backward_ms += us / 1e3 if backward else 0.0
+
+    def _own_us(self, event: Any) -> float:
+        if not self._on_device:
+            return event.self_cpu_time_total
+        # A range's "kernel" is the range on the device's time line, with everything inside.
+        return 0.0 if event.is_user_annotation else sum(kernel.duration for kernel in event.kernels)
 
     def costs(self, steps: int) -> Costs:
         if not self._step_us or not steps:

@@ -271,7 +271,7 @@ def profile(
 
     The first step is left out. A few are timed as they are, up to three run under torch.profiler,
     and what follows is timed again. At the end the FLOPs are counted on one batch, without patches
-    and without a trace.
+    and without a trace: with several processes, all of them have to profile.
 
     Args:
         steps: watch that many optimizer steps, the last of them under the profiler, whatever else

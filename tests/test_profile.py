@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autofuse
-from autofuse.clock import StepClock, _graphs
-from autofuse.costs import BETWEEN, OPTIMIZER, OTHERS, PRODUCTS, Cost
+from autofuse.clock import Sample, StepClock, _graphs
+from autofuse.costs import BETWEEN, OPTIMIZER, OTHERS, PRODUCTS, Cost, _Attribution
 from autofuse.profile import Profile
 
 ROWS, WIDTH, CLASSES = 6, 16, 2048
@@ -379,12 +380,17 @@ def test_a_slow_loader_is_detected_and_a_quick_one_is_not_blamed() -> None:
     assert "between operations" in str(quick)
 
 
-def test_tokens_per_second_are_those_of_the_timed_steps() -> None:
-    step = step_of(Words())
+def test_the_times_are_those_of_the_steps_that_count() -> None:
+    step = mse_step(net())
     with step.profile() as profile:
-        as_calls(step, words_batches(8))
-    assert profile.steps == 3
-    assert profile.tokens_per_second == pytest.approx(ROWS / profile.step_s, rel=0.9)
+        (listener,) = step.clock._exact
+        seconds = [9.0, 0.1, 0.5, 5.0, 5.0, 5.0, 9.0, 0.3]  # first; 2 timed; 3 profiled; after them; timed
+        for second in seconds:
+            listener(Sample(second, waited=0.02 * second, tokens=30, shape=()))
+        listener(Sample(9.0, waited=9.0, tokens=1, shape=(), one_off=True))
+    assert (profile.steps, profile.profiled) == (3, 3)
+    assert profile.step_s == 0.3 and profile.waited_s == pytest.approx(0.006)
+    assert profile.tokens_per_second == pytest.approx(90 / 0.9)
 
 
 def test_a_number_of_steps_is_kept_to() -> None:
@@ -455,6 +461,44 @@ def test_what_runs_between_two_steps_is_not_counted() -> None:
                 step.model(PAIR[0])
     assert not [cost for cost in profile.operations if "cholesky" in cost.name]
     assert {cost.name: cost.calls for cost in profile.operations}["aten::addmm"] == 2
+
+
+def device_event(name: str, start: float, end: float, parent: Any = None, **values: Any) -> Any:
+    """A profiler's event of the CPU's thread; ``kernels`` in microseconds."""
+    values = {"seq": -1, "forward": 0, "thread": 1, "kernels": (), "range": False} | values
+    event = SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=start, end=end),
+        cpu_parent=parent,
+        cpu_children=[],
+        sequence_nr=values["seq"],
+        fwd_thread=values["forward"],
+        thread=values["thread"],
+        kernels=[SimpleNamespace(duration=us) for us in values["kernels"]],
+        is_user_annotation=values["range"],
+    )
+    if parent is not None:
+        parent.cpu_children.append(event)
+    return event
+
+
+def test_on_a_gpu_the_kernels_count_and_the_backwards_thread_finds_its_module() -> None:
+    step = device_event("autofuse.step", 0, 100, range=True, kernels=[90])
+    module = device_event("autofuse.module:head", 1, 20, step, range=True, kernels=[30])
+    linear = device_event("aten::linear", 2, 10, module, seq=5)
+    addmm = device_event("aten::addmm", 3, 9, linear, seq=5, kernels=[30])
+    node = device_event("autograd::engine::evaluate_function: B", 40, 60, seq=5, forward=1, thread=2)
+    mm = device_event("aten::mm", 41, 59, node, thread=2, kernels=[15, 5])
+    optimizer = device_event("Optimizer.step#AdamW.step", 70, 90, step, range=True, kernels=[10])
+    adam = device_event("aten::_fused_adamw_", 71, 89, optimizer, kernels=[10])
+    later = device_event("aten::mm", 200, 210, kernels=[500])
+    events = [step, module, linear, addmm, node, mm, optimizer, adam, later]
+    costs = _Attribution(events, on_device=True).costs(1)
+    head, adamw = costs.modules
+    assert (head.name, head.ms, head.backward_ms, head.share) == ("head", 0.05, 0.02, 0.5)
+    assert (adamw.name, adamw.ms) == (OPTIMIZER, 0.01)
+    shares = {name: round(share, 9) for name, share in costs.groups.items() if share}
+    assert shares == {PRODUCTS: 0.5, OPTIMIZER: 0.1, BETWEEN: 0.4}
 
 
 def test_a_trace_of_the_profiled_steps(tmp_path: Path) -> None:
