@@ -132,7 +132,7 @@ class _Ranges:
         def ranged(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return call(*args, **kwargs)
-            if name is ITSELF:
+            if name == ITSELF:
                 note(args, kwargs)
             with around(name):
                 outputs = call(*args, **kwargs)

@@ -94,6 +94,9 @@ def _more_formulas() -> dict[Any, Any]:
 
 def precision_of(step: TrainingStep) -> torch.dtype:
     """The dtype in which the step multiplies matrices."""
+    first = next(step.model.parameters(), None)
+    if first is not None and first.dtype == torch.float64:  # autocast leaves it alone
+        return torch.float64
     return step._patches._precision()
 
 

@@ -123,7 +123,7 @@ class Profile:
         text = (
             f"The model as it is written needs {_si(self.flops)}FLOP a step, which takes "
             f"{_time(self.floor_s)} at this machine's measured {self.rate:,.0f} GFLOP/s in {self.dtype}: "
-            f"{self.share_of_floor:.0%} of the step."
+            f"{_percent(self.share_of_floor)} of the step."
         )
         if self.share_of_floor > 1:
             text += " More than all of it, since patches leave out work (padding, ignored labels), or large"
@@ -165,7 +165,7 @@ class Profile:
             left = "there is little left but a larger batch or lower precision"
         else:
             left = "larger matrices (a larger batch, fewer and wider layers) would use the machine better"
-        return f"at {reached:.0%} of the measured rate {left}"
+        return f"at {_percent(reached)} of the measured rate {left}"
 
     def _on_optimizer(self) -> str:
         if "optimizer" in self.applied:
@@ -234,7 +234,21 @@ def _table(what: str, costs: list[Cost], title: str, *, calls: bool = False, bac
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    """
+    >>> _time(2.0), _time(0.0314), _time(2e-6)
+    ('2.00 s', '31.4 ms', '2 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.253), _percent(0.002)
+    ('25%', 'under 1%')
+    """
+    return f"{share:.0%}" if share >= 0.01 else "under 1%"
 
 
 def _si(value: float) -> str:
@@ -423,6 +437,10 @@ class _Watch:
     def count(self) -> None:
         """Fill in the FLOPs and the rate; runs one step's forward and backward once more."""
         if self._counted is None:
+            if self._profiled:
+                self.profile.notes.append(
+                    "The FLOPs were not counted: the loop calls parts of the model, never the model itself."
+                )
             return
         profile, (sample, forwards) = self.profile, self._counted
         try:
