@@ -83,10 +83,17 @@ class StepClock:
         for listeners in (self._exact, self._rough):
             if listener in listeners:
                 listeners.remove(listener)
+        if not self.listened:
+            self.reset()
+            self._ended = None
 
     @property
     def listened(self) -> bool:
         return bool(self._exact or self._rough)
+
+    @property
+    def is_running(self) -> bool:
+        return self._running
 
     @contextmanager
     def running(self, batch: Any = None) -> Iterator[None]:
@@ -175,6 +182,10 @@ class StepClock:
 
 
 def _one_off_events() -> int:
-    """Graphs that dynamo has compiled in this process, and steps that were run for comparison."""
+    return _graphs() + runs.evaluations  # the steps that were run for comparison
+
+
+def _graphs() -> int:
+    """How many graphs dynamo has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return runs.evaluations + (0 if utils is None else int(utils.counters["stats"]["unique_graphs"]))
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])

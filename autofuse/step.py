@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from autofuse.batch import check_not_empty, fresh, loss_of_batch, stand_in_loss, tensors
 from autofuse.clock import StepClock
 from autofuse.distributed import Agreement
+from autofuse.integrations.logging import LogHandle, log_to
 from autofuse.lazy import materialize, settle
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.patches import Patches, first_line
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import modules_behind
+from autofuse.profile import Profile, profile
 from autofuse.proving import is_out_of_memory
 from autofuse.report import Counters, Report, Tuning
 from autofuse.stepping import Stepping
@@ -229,6 +231,8 @@ class TrainingStep:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The context of the forward. The first model call inside it is where the patches are proved."""
+        if self.model.training and torch.is_grad_enabled():
+            self.clock.start()
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
             if not self._patches.proved or self._loop.accumulate > 1 or self.clock.listened:
@@ -241,6 +245,7 @@ class TrainingStep:
             try:
                 yield
             except Exception as error:
+                self.clock.stop()
                 self._patches.blame(error)
                 raise
 
@@ -251,8 +256,10 @@ class TrainingStep:
             self._seen = kwargs
             if torch.is_grad_enabled() and model.training:
                 if self._wants_proof:
+                    self.clock.stop()
                     prove(args, kwargs)
-                self.clock.start(kwargs or args)
+                    self.clock.start()
+                self.clock.note(kwargs or args)
 
         def prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
@@ -298,6 +305,7 @@ class TrainingStep:
 
         The loss is the micro-batch's own: neither scaled nor divided by ``accumulate``.
         """
+        self.clock.start()
         self._counters.micro_batches += 1
         weight = self._weight(loss)
         finite = is_finite(loss)
@@ -452,6 +460,14 @@ class TrainingStep:
         self._undo()
         self._patches.give_up(list(self._patches), "undone")
         self._patches.proved = True
+
+    def profile(self, **options: Any) -> AbstractContextManager[Profile]:
+        """Watch the steps that run inside: see `autofuse.profile.profile`."""
+        return profile(self, **options)
+
+    def log_to(self, target: Any, *, every: int = 10) -> LogHandle:
+        """Log to TensorBoard or Weights & Biases: see `autofuse.integrations.logging.log_to`."""
+        return log_to(self, target, every=every)
 
     def attach(self, change: Callable[[Transaction], None]) -> None:
         """Make a change around the step (an integration's), which `undo` takes back too."""

@@ -235,3 +235,17 @@ def _badge(status: str) -> str:
 def _details(row: Row) -> str:
     reason, sites = escape(row.reason), "".join(f"<div>{escape(line)}</div>" for line in _sites(row))
     return f"<details><summary>{reason or 'sites'}</summary>{sites}</details>" if sites else reason
+
+
+def as_text(table: Table, width: int = 118) -> str:
+    """Any table, as it prints."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+def as_html(table: Table) -> str:
+    """Any table, as a notebook shows it."""
+    console = Console(file=io.StringIO(), width=118, record=True)
+    console.print(table)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 from typing import NamedTuple
 
 from autofuse.clock import Sample
@@ -180,7 +181,7 @@ def _centred(points: Sequence[_Point]) -> tuple[list[_Point], int]:
         groups[point.group].append(point)
     centred = []
     for group, own in groups.items():
-        x, y, z = (sum(p[i] for p in own) / len(own) for i in (1, 2, 3))
+        x, y, z = mean(p.x for p in own), mean(p.y for p in own), mean(p.z for p in own)
         centred += [_Point(group, p.x - x, p.y - y, p.z - z) for p in own]
     szz = sum(p.z**2 for p in centred)
     if szz < 1e-12:
