@@ -79,7 +79,7 @@ class Tuner:
         """Prove on a batch what is due; a batch that shows nothing leaves it for the next."""
         start, self._patches.proved = time.perf_counter(), False
         self._patches.prove(loss_of, batch, due=self.due, **options)
-        self.tuning.seconds += time.perf_counter() - start
+        self.tuning.seconds += self._agreement.of_first(time.perf_counter() - start)
         if self._patches.proved:
             self._go_on(None)
 
@@ -147,7 +147,8 @@ class Tuner:
         exact = [p for p in self._undecided() if p.pays is None and not p.encloses]
         if any(p.in_forward for p in exact):
             yield exact
-        for patch in sorted(exact, key=patches.slowness):  # what the proof saw pays early
+        names = [p.name for p in sorted(exact, key=patches.slowness)]  # what the proof saw pay comes first
+        for patch in filter(None, map(patches.get, self._agreement.of_first(names))):
             yield from self._introduce(patch)
         for patch in self._undecided():
             yield from self._introduce_dear(patch)

@@ -1,0 +1,66 @@
+"""Tuning under DDP: rank 0's clock decides, any rank can object, and all do the same at the same step."""
+
+import os
+import types
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from doubles import forward_patcher, register
+from test_tuning import Slow, Time, batch, takes
+from test_wrappers import free_port
+from torch import nn
+
+import autofuse
+import autofuse.clock
+
+STEPS = 60
+
+
+def in_process(rank, world, port, results):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    time = Time()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(autofuse.clock, "time", types.SimpleNamespace(perf_counter=time.perf_counter))
+        # What saves time on rank 0 costs time on rank 1, and the other way round.
+        good, slow = ((0.4, 1.6), (1.6, 0.4))[rank]
+        wrong = forward_patcher("module.2", lambda forward: lambda x: forward(x) * (1 + 0.01 * rank))
+        register(
+            monkeypatch, good=takes("module.0", good), slow=takes("module.1", slow), wrong_on_rank_1=wrong
+        )
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(Slow(time), Slow(time), nn.Linear(8, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        names = ["good", "slow", "wrong_on_rank_1"]
+        step = autofuse.optimize(
+            model, optimizer, loss_fn=nn.functional.mse_loss, only=names, precision="fp32"
+        )
+        seen = []
+        for number in range(STEPS):
+            step(*batch(10 * number + rank))
+            inner = model.module
+            seen.append((inner[0].seconds != 1.0, inner[1].seconds != 1.0, "forward" in vars(inner[2])))
+        assert not step.tuning
+        results[rank] = {
+            "seen": seen,
+            "status": {name: (step.report[name].status, step.report[name].reason) for name in names},
+            "weights": [p.detach().clone() for p in model.parameters()],
+        }
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_do_the_same_at_the_same_step():
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(in_process, (2, free_port(), results), nprocs=2)
+        first, second = results[0], results[1]
+    assert first["seen"] == second["seen"]
+    assert any(good for good, _, _ in first["seen"]) and any(slow for _, slow, _ in first["seen"])
+    assert first["seen"][-1] == (True, False, False)
+    assert first["status"] == second["status"]
+    assert first["status"]["good"][0] == "kept" and first["status"]["slow"][0] == "rejected"
+    assert "changes the result" in first["status"]["wrong_on_rank_1"][1]  # rank 0 saw nothing wrong
+    for a, b in zip(first["weights"], second["weights"], strict=True):
+        assert torch.equal(a, b)
