@@ -12,10 +12,11 @@ import logging
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
@@ -67,25 +68,15 @@ class SharedCompilation:
         name = f"region_{next(_numbers)}"
         function = types.FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
         compiled = torch.compile(function, dynamic=self._dynamic, **_compile_arguments(self.device))
-        return self._with_dynamic_integers(compiled) if self._integers else compiled
-
-    def _with_dynamic_integers(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled``, with the integers in which the modules differ as inputs, not as constants.
-
-        The setting is a context variable: other threads, and other code, do not see it.
-        """
-        config: Any = torch.compiler.config
-        sources = ",".join(filter(None, [config.dynamic_sources, *self._integers]))
-        change = config._make_closure_patcher(dynamic_sources=sources)  # 2 us a call; patch() takes 15
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            revert = change()
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                revert()
-
-        return run
+        changes = []
+        if self._integers:  # those in which the modules differ are inputs, not constants
+            config: Any = torch.compiler.config
+            sources = ",".join(filter(None, [config.dynamic_sources, *self._integers]))
+            changes.append(config._make_closure_patcher(dynamic_sources=sources))
+        if self._dynamic:  # sizes that happen to be equal may differ in the next batch
+            symbols: Any = torch.fx.experimental._config
+            changes.append(symbols._make_closure_patcher(use_duck_shape=False))
+        return _with_settings(compiled, changes) if changes else compiled
 
     def survives(self, error: Exception) -> str | None:
         """None if ``error`` was a storm of graphs that dynamic shapes may end; else why to give up."""
@@ -95,7 +86,7 @@ class SharedCompilation:
             return f"more than {RECOMPILE_LIMIT} graphs, and as many again with dynamic shapes"
         self._dynamic = True
         del self.run  # and with it its graphs
-        where = ", ".join(self.paths[:1]) or "the model"
+        where = f"{self.paths[0]} …" if len(self.paths) > 1 else self.paths[0] or "the model"
         self._on_note(f"{where}: dynamic shapes after {RECOMPILE_LIMIT} graphs")
         return None
 
@@ -103,6 +94,23 @@ class SharedCompilation:
         self.failure = reason
         self.on_failure(reason, self.paths)
         _log.warning("compile: %s run eagerly from now on: %s", ", ".join(self.paths) or "the model", reason)
+
+
+def _with_settings(compiled: Callable[..., Any], changes: Sequence[Callable[[], Any]]) -> Callable[..., Any]:
+    """``compiled``, called under settings that are context variables: no other thread or code sees them.
+
+    A closure patcher takes 2 us a call, where ``config.patch()`` takes 15.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        reverts = [change() for change in changes]
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            for revert in reverts:
+                revert()
+
+    return run
 
 
 def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -338,25 +338,6 @@ def test_a_cache_that_is_not_empty_is_left_to_eager(graphs: Counter) -> None:
     assert not patch.accepted
 
 
-def test_a_storm_of_graphs_ends_in_eager_with_the_reason(graphs: Counter) -> None:
-    class Storm(Block):
-        mood = ""
-
-        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-            return super().forward(x) * len(self.mood)
-
-    net = Net(2, Storm)
-    reference = copy.deepcopy(net)
-    patch = found(net)
-    patch.apply()
-    for mood in range(12):
-        for each in (*net.blocks, *reference.blocks):
-            each.mood = "x" * mood
-        assert_same_step(net, reference, batch())
-    assert not patch.accepted and "RecompileLimit" in patch.reason
-    assert graphs.graphs == compiled.RECOMPILE_LIMIT
-
-
 def test_a_hook_registered_later_runs(graphs: Counter) -> None:
     net = Net()
     patch = found(net)
