@@ -120,7 +120,9 @@ def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _compile_arguments(device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {"fallback_random": True}
     if device.type == "cpu":
-        options["compile_threads"] = 1  # no pool of compile processes that outlives the compilation
+        # Else Inductor compiles a trial for each instruction set that the CPU reports, 2 s each. What the
+        # compiler then cannot do after all is an error like any other, and ends in eager code.
+        options["cpp.vec_isa_ok"] = True
     # One graph or an error, so that no part is silently left out, be it for a graph break or a storm.
     return {
         "backend": "inductor",

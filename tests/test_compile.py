@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -272,6 +273,7 @@ def test_inductor_draws_the_dropout_of_eager() -> None:
     for seed in range(2):
         assert_same_step(net, reference, batch(), seed=seed)
     assert len(patch.accepted) == 2
+    assert not multiprocessing.active_children() and not torch._inductor.async_compile._pool_set
 
 
 def test_tied_and_frozen_weights_and_autocast(graphs: Counter) -> None:
