@@ -29,10 +29,13 @@ STRATEGIES: tuple[Strategy, ...] = ("regions", "body", "model")
 
 # Seconds to compile forward and backward, per compilation, and what compiling saves of a step.
 # Measured with no Inductor cache on 2 CPU cores, GPT-2 with 6 blocks, 4x128 tokens, fp32: regions 18
-# and 24 s, body 34 and 39 s (without and with dropout).
+# and 24 s, body 34 and 39 s (without and with dropout), all with the trials of instruction sets, which
+# were a fifth of the regions' CPU seconds and are left out by now.
 _COLD_SECONDS: dict[Strategy, float] = {"regions": 20.0, "body": 40.0, "model": 40.0}
 _SAVING = 0.2
-# What each form saves of the step that the one before has left.
+# What each form saves of the step that the one before has left: assumed, and low. The body's CPU seconds
+# were 0.95 of the regions' (the same GPT-2, fp32, four interleaved steps on a busy machine, whose noise
+# was as large); the model adds the head and the loss, and was not measured.
 _FURTHER_SAVING: dict[Strategy, float] = {"body": 0.05, "model": 0.05}
 _ASSUMED_STEPS = 1000
 
