@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from autofuse.batch import LabelRule, LossWatch
 from autofuse.distributed import Agreement
 from autofuse.patch import Patch, Settings, Transaction
-from autofuse.plan import Plan, Row, row_of
+from autofuse.plan import Plan, Row, as_saved, row_of
 from autofuse.proof import Unprovable
 from autofuse.proving import Prover
 from autofuse.trial import Trial
@@ -256,18 +256,24 @@ class Patches:
         row.after_ms, row.peak_after_mb = found.after * 1e3, trial.peak_mb(1)
         row.gain, row.interval = gain, (low, high)
 
-    def decisions(self) -> dict[str, dict[str, str]]:
-        return {row.name: {"status": row.status, "reason": row.reason} for row in self.plan.rows}
+    def decisions(self) -> dict[str, dict[str, Any]]:
+        return {row.name: row.to_dict() for row in self.plan.rows}
 
-    def take_over(self, decisions: Mapping[str, Mapping[str, str]]) -> None:
+    def take_over(self, decisions: Mapping[str, Mapping[str, Any]]) -> None:
         """Do what another run has decided on the same hardware, without proving it again."""
-        for patch in self:
-            decision = decisions.get(patch.name, {"status": "rejected", "reason": "not in the state"})
-            if decision["status"] == "kept":
-                self.keep([patch])
+        for patch in list(self):
+            row = Row.from_dict(dict(decisions[patch.name])) if patch.name in decisions else None
+            if row is not None and row.status == "kept":
+                form = as_saved(patch, row)
+                if form is not patch:
+                    self.switch(patch, form)
+                self.keep([form])
+                index = self._plan.rows.index(self._plan[patch.name])
+                self._plan.rows[index] = row
             else:
-                reason = "it was not decided" if decision["status"] == "planned" else decision["reason"]
-                self.give_up([patch], reason)
+                reason = "not in the state" if row is None else row.reason
+                undecided = row is not None and row.status == "planned"
+                self.give_up([patch], "it was not decided" if undecided else reason)
         self.proved = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from autofuse.patch import Context, Patch, Rejected, Site
 from autofuse.registry import find_patches
 from autofuse.tables import content, render, to_html
 
-__all__ = ["Plan", "Row", "make_plan"]
+__all__ = ["Plan", "Row", "as_saved", "make_plan"]
 
 
 @dataclass
@@ -165,17 +166,32 @@ def make_plan(
             rows.append(Row(name, "rejected", answer.reason))
         else:
             if allowed is not None:
-                _restrict(answer, allowed[name])
+                answer = as_saved(answer, allowed[name])
             rows.append(row_of(answer, "planned"))
             patches[name] = answer
     return Plan(rows, context.hardware.name, type(context.model).__name__, _note(rows), patches)
 
 
-def _restrict(patch: Patch, row: Row) -> None:
-    """Leave the sites alone that the given plan does not have; nothing is measured again."""
-    paths = {site.path for site in row.accepted}
-    patch.reject("not in the plan that was given", [s.path for s in patch.accepted if s.path not in paths])
-    patch.timed, patch.pays = False, None
+def as_saved(patch: Patch, row: Row) -> Patch:
+    """The form of ``patch`` that the given plan has, at its sites alone; nothing is measured again."""
+    wanted = {(site.path, site.operation) for site in row.accepted}
+    forms = (f for f in _forms(patch) if wanted <= {(site.path, site.operation) for site in f.accepted})
+    form = next(forms, patch)
+    form.name = patch.name
+    paths = {path for path, _ in wanted}
+    form.reject("not in the plan that was given", [s.path for s in form.accepted if s.path not in paths])
+    form.timed, form.pays, form.fallback, form.upgrade = False, None, None, None
+    return form
+
+
+def _forms(patch: Patch) -> Iterator[Patch]:
+    """The patch and every other form of it. A step of infinite length pays any price."""
+    yield patch
+    fallback = None if patch.fallback is None else patch.fallback()
+    upgrade = None if patch.upgrade is None else patch.upgrade(math.inf)
+    for other in (fallback, upgrade):
+        if isinstance(other, Patch):
+            yield from _forms(other)
 
 
 def row_of(patch: Patch, status: str) -> Row:

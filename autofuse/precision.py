@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-__all__ = ["step_autocast", "step_dtype"]
+__all__ = ["at_least", "step_autocast", "step_dtype"]
 
 _dtype: torch.dtype | None = None
 
@@ -31,3 +32,15 @@ def step_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 def step_dtype(device_type: str) -> torch.dtype | None:
     """The running step's autocast dtype; None outside a step or where autocast is switched off."""
     return _dtype if _dtype is not None and torch.is_autocast_enabled(device_type) else None
+
+
+def at_least(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """``input``, widened to ``dtype`` if that is wider: for a kernel whose output has its input's dtype,
+    so that an output that is to be wider is not rounded on the way.
+
+    >>> at_least(torch.ones(1, dtype=torch.bfloat16), torch.float32).dtype
+    torch.float32
+    >>> at_least(torch.ones(1), torch.bfloat16).dtype
+    torch.float32
+    """
+    return input.to(dtype) if dtype.itemsize > input.dtype.itemsize else input

@@ -9,63 +9,56 @@ vmap, a graph that fails. Dropout draws eager's very numbers (Inductor's ``fallb
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 import os
 import sys
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch._functorch.config
 from torch import nn
-from torch.utils.checkpoint import _StopRecomputationError
-from torch.utils.hooks import RemovableHandle
 
+from autofuse.compiled import CompiledCall, SharedCompilation, is_compile_error
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
-from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, is_plain_context, sharded_reason
+from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, sharded_reason
 
 order = 90
 
-# A tuner may ask for "body" or "model". Regions are the default: half the time to compile, whatever the
-# depth, and a step within a few percent of body's.
-STRATEGY: Strategy = "regions"
+# From cheap to dear. A step begins with the first and asks for the next one when it has kept that
+# (`Patch.upgrade`).
+STRATEGIES: tuple[Strategy, ...] = ("regions", "body", "model")
 
 # Seconds to compile forward and backward, per compilation, and what compiling saves of a step.
 # Measured with no Inductor cache on 2 CPU cores, GPT-2 with 6 blocks, 4x128 tokens, fp32: regions 18
-# and 24 s, body 34 and 39 s (without and with dropout).
-_COLD_SECONDS: dict[str, float] = {"regions": 20.0, "body": 40.0, "model": 40.0}
+# and 24 s, body 34 and 39 s (without and with dropout), all with the trials of instruction sets, which
+# were a fifth of the regions' CPU seconds and are left out by now.
+_COLD_SECONDS: dict[Strategy, float] = {"regions": 20.0, "body": 40.0, "model": 40.0}
 _SAVING = 0.2
+# What each form saves of the step that the one before has left: assumed, and low. The body's CPU seconds
+# were 0.95 of the regions' (the same GPT-2, fp32, four interleaved steps on a busy machine, whose noise
+# was as large); the model adds the head and the loss, and was not measured.
+_FURTHER_SAVING: dict[Strategy, float] = {"body": 0.05, "model": 0.05}
 _ASSUMED_STEPS = 1000
-
-# A kind of region needs one graph for the first shape, one for each size that turns out to vary, and
-# as many again where some blocks get an input without gradient. More is a recompile storm.
-_RECOMPILE_LIMIT = 8
-
-_log = logging.getLogger("autofuse")
-_numbers = itertools.count()
 
 
 # --- finding -----------------------------------------------------------------------------------
 
 
-def find(context: Context, strategy: Strategy | None = None) -> Patch | Rejected:
-    """The regions of the model that can be compiled, or why there are none."""
+def find(context: Context, strategy: Strategy = "regions") -> Patch | Rejected:
+    """The parts of the model that can be compiled, or why there are none."""
     reason = _cannot(context)
     if reason is not None:
         return Rejected(reason)
-    strategy = strategy or STRATEGY
+    kinds, strategy = _kinds(context, strategy)
+    patch = _patch(context, kinds, strategy)
+    if context.compile is not True:
+        patch.pays = functools.partial(_pays, len(kinds), strategy, _SAVING, context.steps)
+    return patch
+
+
+def _kinds(context: Context, strategy: Strategy) -> tuple[list[Kind], Strategy]:
+    """What the strategy compiles, and the name of the one that this is."""
     kinds = find_kinds(context.model, strategy)
-    sites = [
-        _site(path, module) for kind in kinds for path, module in zip(kind.paths, kind.modules, strict=True)
-    ]
-    if not any(site.accepted for site in sites):
-        return Patch(sites, reason=sites[0].reason)
-    if kinds[0].modules[0] is context.model:
-        strategy = "model"
-    return _patch(context, kinds, sites, strategy)
+    return kinds, "model" if kinds[0].modules[0] is context.model else strategy
 
 
 def _cannot(context: Context) -> str | None:
@@ -105,8 +98,10 @@ def _site(path: str, module: nn.Module) -> Site:
     return site if reason is None else site.rejected(reason)
 
 
-def _patch(context: Context, kinds: Sequence[Kind], sites: list[Site], strategy: Strategy) -> Patch:
-    device, forced = context.device, context.compile is True
+def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch:
+    sites = [_site(path, module) for kind in kinds for path, module in kind]
+    if not any(site.accepted for site in sites):
+        return Patch(sites, reason=sites[0].reason)
     calls: dict[str, CompiledCall] = {}
 
     def change(transaction: Transaction, sites: Sequence[Site]) -> None:
@@ -117,298 +112,66 @@ def _patch(context: Context, kinds: Sequence[Kind], sites: list[Site], strategy:
             if module is not None:
                 transaction.set_attribute(module, "_compiled_call_impl", calls[site.path])
 
+    def note(text: str) -> None:
+        patch.reason = f"{patch.reason}; {text}"
+
     patch = Patch(
         sites,
         change,
         reason=_reason(kinds, strategy),
         blames=is_compile_error,
         encloses=True,
-        forced=forced,
-        pays=None if forced else functools.partial(_pays, len(kinds), strategy, context.steps),
+        forced=context.compile is True,
+        upgrade=None if strategy == "model" else functools.partial(_upgrade, context, kinds, strategy),
     )
     # Made once and kept through undo and apply, so that a proof does not compile everything twice.
     for kind in kinds:
-        shared = SharedCompilation(kind, device, patch.reject)
+        shared = SharedCompilation(kind, context.device, note, patch.reject)
         calls.update((path, CompiledCall(module, path, shared)) for path, module in kind)
     return patch
 
 
 def _reason(kinds: Sequence[Kind], strategy: Strategy) -> str:
     if strategy == "model":
-        return "the whole model, which repeats no block, is compiled at once"
+        return "the whole model is compiled at once"
     if strategy == "body":
         return f"what holds the repeated blocks is compiled: {len(kinds)} compilation(s)"
     blocks = sum(len(kind.paths) for kind in kinds)
     return f"{blocks} repeated blocks share {len(kinds)} compilation(s)"
 
 
-def _pays(compilations: int, strategy: Strategy, steps: int | None, step_seconds: float) -> Rejected | None:
+# --- what it costs, and what it saves ----------------------------------------------------------
+
+
+def _pays(
+    compilations: int, strategy: Strategy, share: float, steps: int | None, step_seconds: float
+) -> Rejected | None:
     """Whether the steps still to come earn back what compiling costs.
 
-    >>> _pays(1, "regions", 10_000, 0.5) is None
+    >>> _pays(1, "regions", 0.2, 10_000, 0.5) is None
     True
-    >>> print(_pays(1, "regions", 20, 0.5).reason)
+    >>> print(_pays(1, "regions", 0.2, 20, 0.5).reason)
     would not pay: compiling takes about 20 s, and 20% of 20 steps of 500 ms is 2 s
     """
     remaining = _ASSUMED_STEPS if steps is None else steps
-    cost, saved = compilations * _COLD_SECONDS[strategy], _SAVING * step_seconds * remaining
+    cost, saved = compilations * _COLD_SECONDS[strategy], share * step_seconds * remaining
     if saved > cost:
         return None
     assumed = " (an assumed number; steps= tells)" if steps is None else ""
     return Rejected(
-        f"would not pay: compiling takes about {cost:.0f} s, and {_SAVING:.0%} of {remaining:,} steps"
+        f"would not pay: compiling takes about {cost:.0f} s, and {share:.0%} of {remaining:,} steps"
         f"{assumed} of {step_seconds * 1e3:.0f} ms is {saved:.0f} s"
     )
 
 
-# --- calling -----------------------------------------------------------------------------------
-
-
-class SharedCompilation:
-    """One compilation, shared by modules that look alike, and given up once and for all if it fails."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        device: torch.device,
-        on_failure: Callable[[str, Iterable[str]], None],
-    ) -> None:
-        self.failure: str | None = None
-        self.device = device
-        self.paths = kind.paths
-        self.on_failure = on_failure
-        self._dynamic = kind.dynamic
-
-    @functools.cached_property
-    def run(self) -> Callable[..., Any]:
-        """The compiled ``module(...)``; made at the first call, since Inductor takes seconds to import."""
-        # A code object and a name of its own: dynamo hangs its caches, and its limit of graphs, on the
-        # one, and what it learns about the sizes that vary on the other.
-        name = f"region_{next(_numbers)}"
-        function = types.FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
-        compiled = torch.compile(function, **_compile_arguments(self.device))
-        return self._with_dynamic_integers(compiled) if self._dynamic else compiled
-
-    def _with_dynamic_integers(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled``, with the integers in which the modules differ as inputs, not as constants.
-
-        The setting is a context variable: other threads, and other code, do not see it.
-        """
-        config: Any = torch.compiler.config
-        sources = ",".join(filter(None, [config.dynamic_sources, *self._dynamic]))
-        change = config._make_closure_patcher(dynamic_sources=sources)  # 2 us a call; patch() takes 15
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            revert = change()
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                revert()
-
-        return run
-
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-        self.on_failure(reason, self.paths)
-        _log.warning("compile: %s run eagerly from now on: %s", ", ".join(self.paths) or "the model", reason)
-
-
-def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
-
-
-def _compile_arguments(device: torch.device) -> dict[str, Any]:
-    options: dict[str, Any] = {"fallback_random": True}
-    if device.type == "cpu":
-        options["compile_threads"] = 1  # no pool of compile processes that outlives the compilation
-    # One graph or an error, so that no part is silently left out, be it for a graph break or a storm.
-    return {
-        "backend": "inductor",
-        "options": options,
-        "fullgraph": True,
-        "recompile_limit": _RECOMPILE_LIMIT,
-    }
-
-
-class CompiledCall:
-    """What a module's ``_compiled_call_impl`` is set to: compiled in training, eager in any other case."""
-
-    __slots__ = ("_handles", "failure", "module", "path", "shared")
-
-    def __init__(self, module: nn.Module, path: str, shared: SharedCompilation) -> None:
-        self.module = weakref.ref(module)
-        self.path = path
-        self.shared = shared
-        self.failure: str | None = None
-        self._handles = -1
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module()
-        assert module is not None  # it is calling us
-        if torch.compiler.is_compiling() or not self._applies(module):
-            return module._call_impl(*args, **kwargs)
-        random = _random_state(self.shared.device)
-        try:
-            return self._compiled(module, args, kwargs)
-        except Exception as error:
-            if _passes_through(error):
-                raise
-            reason = _first_line(error)
-        _set_random_state(self.shared.device, random)
-        result = module._call_impl(*args, **kwargs)  # an error of the user's own comes out here, as it is
-        self.shared.fail(reason)
-        return result
-
-    def _applies(self, module: nn.Module) -> bool:
-        return (
-            module.training
-            and torch.is_grad_enabled()
-            and self.failure is None
-            and self.shared.failure is None
-            and is_plain_context()
-            and not self._is_hooked(module)
-        )
-
-    def _is_hooked(self, module: nn.Module) -> bool:
-        """Dynamo does not guard against hooks. Whoever registers one makes a handle, which counts up."""
-        latest = RemovableHandle.next_id
-        if latest == self._handles:
-            return False
-        self._handles = latest
-        self.failure = hook_reason(module)
-        if self.failure is not None:
-            self.shared.on_failure(self.failure, [self.path])
-        return self.failure is not None
-
-    def _compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self.shared.paths) == 1 or not any(map(_is_store, map(type, (*args, *kwargs.values())))):
-            return self.shared.run(module, *args, **kwargs)
-        stores = Deferred()
-        result = self.shared.run(
-            module,
-            *(stores.stand_in(value) for value in args),
-            **{name: stores.stand_in(value) for name, value in kwargs.items()},
-        )
-        stores.replay()
-        return result
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Taken before each compiled call (1 us), so that one that fails half-way can be done over."""
-    on_gpu = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
-
-
-def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-
-
-# --- key-value caches --------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _is_store(cls: Any) -> bool:
-    """Whether ``cls`` looks like a cache of keys and values that every block of a stack writes to."""
-    return callable(getattr(cls, "get_seq_length", None))
-
-
-class Deferred:
-    """Writes to a shared cache of keys and values, put off until the compiled block is done.
-
-    Language models make such a cache in training too. Each block writes to its own layer of it, so
-    that traced writes would need a graph per block. A stand-in notes what is written, and an empty
-    layer gives back what was written to it.
-    """
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Any, Any]] = []
-
-    def stand_in(self, value: Any) -> Any:
-        cls: Any = type(value)
-        if not _is_store(cls):
-            return value
-        new = _noting(cls)
-        vars(new).update(vars(value), _autofuse_updates=[])
-        self._pairs.append((value, new))
-        return new
-
-    def replay(self) -> None:
-        """Make the writes; raises, before any, if what was assumed of the cache is not so."""
-        updates = [(store, *update) for store, new in self._pairs for update in new._autofuse_updates]
-        for store, _, _, args, kwargs in updates:
-            if store.get_seq_length(args[0] if args else kwargs.get("layer_idx", 0)) != 0:
-                raise RuntimeError("the cache of keys and values that it is given is not empty")
-        for store, key, value, args, kwargs in updates:
-            store.update(key, value, *args, **kwargs)
-
-
-def _noting(cls: Any) -> Any:
-    if not callable(getattr(cls, "update", None)):
-        raise RuntimeError(f"its blocks share a {cls.__name__}, which would need a graph for each")
-    noting = _noting_class(cls)
-    return object.__new__(noting)
-
-
-@functools.lru_cache(maxsize=64)
-def _noting_class(cls: Any) -> type:
-    def update(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._autofuse_updates.append((key, value, args, kwargs))
-        return key, value
-
-    return type(cls.__name__, (cls,), {"update": update, "__module__": cls.__module__})
-
-
-# --- errors ------------------------------------------------------------------------------------
-
-_COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
-_COMPILER_FILES = tuple(os.path.join(*package.split("."), "") for package in _COMPILER_PACKAGES)
-
-
-def is_compile_error(exception: BaseException) -> bool:
-    """Whether undoing the compile patch and doing the step over may help.
-
-    True for the errors of dynamo, AOTAutograd, Inductor and Triton, for what their generated code
-    raises (forward or backward, double backward included); never for running out of memory.
-
-    >>> is_compile_error(ValueError("the user's own"))
-    False
-    """
-    if not isinstance(exception, Exception) or _is_out_of_memory(exception):
-        return False
-    return any(_is_from_compiler(error) for error in _chain(exception))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__
-
-
-def _is_from_compiler(error: BaseException) -> bool:
-    if any(cls.__module__.startswith(_COMPILER_PACKAGES) for cls in type(error).__mro__):
-        return True
-    traceback = error.__traceback__
-    while traceback is not None:
-        if any(part in traceback.tb_frame.f_code.co_filename for part in _COMPILER_FILES):
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
-def _passes_through(error: Exception) -> bool:
-    """Not for us: out of memory, which eager would be too, and checkpoint's way to end a forward."""
-    return _is_out_of_memory(error) or isinstance(error, _StopRecomputationError)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # what the backend raised
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+def _upgrade(
+    context: Context, kinds: Sequence[Kind], strategy: Strategy, step_seconds: float
+) -> Patch | Rejected:
+    """The next dearer form, if it pays. It contains the modules of ``kinds``: undo theirs first."""
+    dearer = STRATEGIES[STRATEGIES.index(strategy) + 1]
+    others, name = _kinds(context, dearer)
+    verdict = _pays(len(others), name, _FURTHER_SAVING[name], context.steps, step_seconds)
+    if verdict is not None:
+        return Rejected(f"compiling the {name} {verdict.reason}")
+    patch = _patch(context, others, name)
+    return patch if patch.accepted else Rejected(patch.reason)

@@ -9,7 +9,7 @@ attributes), not once per module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class Form:
     eps: float | None = 0.0
     eps_attribute: str | None = None  # where eps is read at every call, if anywhere
     dtypes: Dtypes = ()  # (input's, weight's, output's) combinations that were seen
+    narrow: bool = True  # under autocast the output is in autocast's dtype, not in the original's own
 
     def __call__(self, module: Any, input: Tensor, out_dtype: torch.dtype, provider: str) -> Tensor:
         eps: Any = self.eps if self.eps_attribute is None else getattr(module, self.eps_attribute)
@@ -66,6 +67,7 @@ class Form:
     def __str__(self) -> str:
         extras = [f"{self.offset:g} + weight"] if self.offset else []
         extras += [f"over {self.dims} dimensions"] if self.dims > 1 else []
+        extras += [] if self.narrow else ["output as wide as before"]
         return self.operation + (f" ({', '.join(extras)})" if extras else "")
 
 
@@ -90,13 +92,29 @@ def find(context: Context) -> Patch | Rejected:
         reason = f"nothing more to do: {done} norms are fused already" if done else "no norm was recognised"
         return Patch(sites, reason=reason)
     modules = {path: module for path, module in context.modules if path in forms}
+    return _patch(modules, forms, sites)
 
+
+def _patch(modules: dict[str, nn.Module], forms: dict[str, Form], sites: Sequence[Site]) -> Patch:
     def change(transaction: Transaction, accepted: Sequence[Site]) -> None:
         for site in accepted:
             module = modules[site.path]
             transaction.set_class(module, _swapped(type(module), forms[site.path], str(site.provider)))
 
-    return Patch(sites, change, reason="one fused operation, statistics in float32", in_modules=True)
+    def wider() -> Patch:
+        """For a norm whose output is the residual stream itself (BERT's), which must not be rounded."""
+        wide = {path: replace(form, narrow=False) for path, form in forms.items()}
+        again = [replace(site, operation=str(wide[site.path])) if site.accepted else site for site in sites]
+        return _patch(modules, wide, again)
+
+    narrow = all(form.narrow for form in forms.values())
+    return Patch(
+        sites,
+        change,
+        reason="one fused operation, statistics in float32",
+        in_modules=True,
+        fallback=wider if narrow else None,
+    )
 
 
 def _provider(form: Form, context: Context) -> str:
@@ -107,6 +125,7 @@ def _provider(form: Form, context: Context) -> str:
 def _swapped(cls: type[nn.Module], form: Form, provider: str) -> type[nn.Module]:
     original = cls.forward
     dtypes = {(x, w): y for x, w, y in form.dtypes}
+    under_autocast: dict[Any, torch.dtype] = {}
     parameter = single_input(cls) or "input"
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +134,11 @@ def _swapped(cls: type[nn.Module], form: Form, provider: str) -> type[nn.Module]
         input = args[0] if args else kwargs[parameter]
         weight = input if form.weight is None else getattr(self, form.weight)
         dtype = step_dtype(input.device.type)
+        if dtype is not None and not form.narrow:
+            key = (dtype, input.dtype, weight.dtype, input.device.type)
+            if key not in under_autocast:  # autocast's lists differ between devices: ask the original
+                under_autocast[key] = _output_dtype(original, self, input, form.dims)
+            dtype = under_autocast[key]
         if dtype is None and torch.is_grad_enabled() and not torch.is_autocast_enabled(input.device.type):
             dtype = dtypes.get((input.dtype, weight.dtype))  # outside autocast: what the original gives
         if dtype is None:
@@ -124,6 +148,14 @@ def _swapped(cls: type[nn.Module], form: Form, provider: str) -> type[nn.Module]
     bases = {nn.LayerNorm: fused_nn.FusedLayerNorm, nn.RMSNorm: fused_nn.FusedRMSNorm}
     live = {name for name in (form.weight, form.bias, form.eps_attribute) if name}
     return fused_class(cls, (form, provider), forward, base=bases.get(cls), live=live)
+
+
+def _output_dtype(forward: Callable[..., Any], module: nn.Module, input: Tensor, dims: int) -> torch.dtype:
+    """The dtype that the module's original ``forward`` gives here, found out on a single row."""
+    row = input.new_zeros((*(1,) * (input.dim() - dims), *input.shape[-dims:]))
+    with torch.no_grad():
+        dtype: torch.dtype = forward(module, row).dtype
+    return dtype
 
 
 # --- candidates --------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autofuse.precision import at_least
+
 if TYPE_CHECKING:
     from autofuse.hardware import Hardware
 
@@ -55,6 +57,7 @@ def _torch(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    input = at_least(input, dtype)
     # The native kernel keeps its statistics in float32 and takes float32 parameters beside a
     # narrower input on the CPU alone; elsewhere, and for a wider input, they must match the input.
     if not (input.device.type == "cpu" and _is(weight, torch.float32) and _is(bias, torch.float32)):
@@ -104,7 +107,7 @@ def _liger(
         return _torch(input, shape, weight, bias, eps, dtype)
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    return LigerLayerNormFunction.apply(input, weight, bias, eps).to(dtype)
+    return LigerLayerNormFunction.apply(at_least(input, dtype), weight, bias, eps).to(dtype)
 
 
 Kernel = Callable[[Tensor, list[int], Tensor | None, Tensor | None, float, torch.dtype], Tensor]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autofuse.precision import at_least
+
 if TYPE_CHECKING:
     from autofuse.hardware import Hardware
 
@@ -35,7 +37,7 @@ def rms_norm(
     Args:
         input: (..., *normalized_shape), any floating dtype.
         weight: ``normalized_shape``, any floating dtype, or None.
-        eps: None means ``torch.finfo(input.dtype).eps``, as in ``F.rms_norm``.
+        eps: None means that of float32, or of float64 for a float64 input, as in ``F.rms_norm``.
         offset: added to the weight: 1 for Gemma's form.
         out_dtype: the output's dtype; the input's by default.
         provider: a key of `PROVIDERS`.
@@ -46,7 +48,7 @@ def rms_norm(
     >>> rms_norm(x.bfloat16(), (3,), w, 1e-6, offset=1.0).dtype
     torch.bfloat16
     """
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(_wide(input, None)).eps if eps is None else eps
     return PROVIDERS[provider](input, list(normalized_shape), weight, eps, offset, out_dtype or input.dtype)
 
 
@@ -147,7 +149,9 @@ def _transformed() -> bool:
 def _native(
     input: Tensor, shape: list[int], weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> Tensor:
-    wide = input.to(_wide(input, weight)) if weight is not None and weight.dtype != input.dtype else input
+    wide = at_least(input, dtype)
+    if weight is not None and weight.dtype != wide.dtype:
+        wide = wide.to(_wide(wide, weight))
     scale = None if weight is None else _scale(weight, offset, wide.dtype)
     with torch.autocast(input.device.type, enabled=False):
         return F.rms_norm(wide, shape, scale, eps).to(dtype)
@@ -172,7 +176,7 @@ def _liger(
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     # "gemma" keeps everything in float32 until the end; not in place: the gradient is the caller's.
-    return LigerRMSNormFunction.apply(input, weight, eps, offset, "gemma", False).to(dtype)
+    return LigerRMSNormFunction.apply(at_least(input, dtype), weight, eps, offset, "gemma", False).to(dtype)
 
 
 Kernel = Callable[[Tensor, list[int], Tensor | None, float, float, torch.dtype], Tensor]
