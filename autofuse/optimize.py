@@ -67,8 +67,9 @@ def optimize(
         clip_grad_norm: the largest norm of all gradients together, applied after unscaling.
         precision: "auto", "fp32", "tf32", "bf16" or "fp16".
         compile: True, False, or "auto": only if its price pays within ``steps``.
-        measure: keep a change of speed only where a real batch shows it. The proof of each change
-            on the first batch is made either way.
+        measure: introduce the patches one at a time on real steps, time each against steps without
+            it, and keep what helps; they start with the first call of the step. False: the whole
+            plan at once. Each change is proved on a batch either way.
         steps: optimizer steps still to come, if known.
         on_nonfinite: what a NaN or inf loss does beyond skipping its optimizer step: "report" it,
             or "raise" a FloatingPointError.

@@ -3,7 +3,8 @@
 A small GPT-2 learns to write Python, from the text of Python's own standard library, with a BPE
 vocabulary that is trained on the spot. Both loops run in processes of their own and take turns,
 one step each, so that whatever else the machine does hits both alike. They start from the same
-seed and see the same batches, with dropout on; so their loss curves must be the same.
+seed and see the same batches, with dropout on; so their loss curves must be the same. While they
+train, autofuse tries its patches one at a time; what is timed in the end are the rounds after that.
 
     python examples/demo.py            # what `make demo` does
     python examples/demo.py --steps 20 # a quick look
@@ -42,12 +43,13 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autofuse
+from autofuse.report import Report
 
 SEED = 0
 BATCH, LENGTH = 4, 256
 VOCABULARY = 12_288
 RUN = 2_000  # what is shown is the beginning of a run of so many steps: autofuse decides for the whole of it
-WARM_UP = 5  # steps that are not timed: the first one proves and compiles, some others may compile more
+ROUNDS = 10  # that are timed, after everything is decided
 FIRST, FIRST_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-4  # the promise for the first steps, and for all
 
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -146,21 +148,27 @@ def autofuse_step(job: Job) -> autofuse.TrainingStep:
 
 
 def work(job: Job, parent: Connection) -> None:
-    """A process's life: one step each time that the parent asks, and the report when it has enough."""
+    """A process's life: one step each time that the parent asks, and the report when it has enough.
+
+    Asked to "decide" it ends the tuning; it says with each step whether it is still tuning.
+    """
     step = plain_step(job) if job.precision is None else autofuse_step(job)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for tokens in job.batches:
         ids = torch.from_numpy(tokens).to(device)
-        if parent.recv() == "enough":
+        request = parent.recv()
+        if request == "enough":
             break
+        if request == "decide" and isinstance(step, autofuse.TrainingStep):
+            step.stop_tuning("the demo's time was up")
         start = time.perf_counter()
         loss = step({"input_ids": ids, "labels": ids}).item()
         if device == "cuda":
             torch.cuda.synchronize()
-        parent.send((loss, time.perf_counter() - start))
+        parent.send((loss, time.perf_counter() - start, getattr(step, "tuning", False)))
     else:
         parent.recv()
-    parent.send(str(step.report) if isinstance(step, autofuse.TrainingStep) else "")
+    parent.send(step.report.to_dict() if isinstance(step, autofuse.TrainingStep) else None)
 
 
 class Trainer:
@@ -168,23 +176,26 @@ class Trainer:
 
     def __init__(self, name: str, job: Job) -> None:
         context = multiprocessing.get_context("spawn")
-        self.name, self.report = name, ""
+        self.name = name
+        self.report: Report | None = None
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.tuning = job.precision is not None
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(job, theirs), daemon=True)
         self._process.start()
         theirs.close()  # so that a process that dies is noticed here
 
-    def step(self) -> None:
-        self._connection.send("step")
-        loss, seconds = self._receive()
+    def step(self, request: str = "step") -> None:
+        self._connection.send(request)
+        loss, seconds, self.tuning = self._receive()
         self.losses.append(loss)
         self.seconds.append(seconds)
 
     def finish(self) -> None:
         self._connection.send("enough")
-        self.report = self._receive()
+        report = self._receive()
+        self.report = None if report is None else Report.from_dict(report)
         self._process.join()
 
     def _receive(self) -> Any:
@@ -195,12 +206,13 @@ class Trainer:
 
     @property
     def typical(self) -> float:
-        """The median seconds of a step, without the warm-up."""
-        return median(self.seconds[WARM_UP:] or self.seconds)
+        """The median seconds of a step, after everything is decided."""
+        return median(self.seconds[-ROUNDS:])
 
 
 def train(trainers: Sequence[Trainer], steps: int, seconds: float) -> None:
-    """All trainers in turns for as long as there is time, with a progress bar where there is a terminal."""
+    """All trainers in turns until everything is decided or time is up, and the timed rounds; with a
+    progress bar where there is a terminal."""
     end = time.monotonic() + seconds
     columns = (
         TextColumn("{task.description}"),
@@ -212,17 +224,20 @@ def train(trainers: Sequence[Trainer], steps: int, seconds: float) -> None:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("first step", total=steps, now="")
+        left = ROUNDS
         for index in range(steps):
+            late = time.monotonic() > end or index + ROUNDS >= steps
             for trainer in trainers:
                 if index == 0:
                     progress.update(task, description=f"first step, {trainer.name}")
-                trainer.step()
+                trainer.step("decide" if late else "step")
             now = "  ".join(f"{t.name} {t.losses[-1]:.4f} ({t.seconds[-1]:.2f} s)" for t in trainers)
-            description = "training" if index + 1 < steps else "trained"
-            progress.update(task, advance=1, description=description, now=now)
-            if time.monotonic() > end and index + 1 >= FIRST + WARM_UP:  # enough to compare and to time
-                console.print(f"Time is up after {index + 1} of {steps} steps.")
+            tuning = any(trainer.tuning for trainer in trainers)
+            progress.update(task, advance=1, description="tuning" if tuning else "timing", now=now)
+            left -= not tuning
+            if left < 0:
                 break
+        console.print(f"{index + 1} steps of each; the last {ROUNDS} rounds are timed.")
     for trainer in trainers:
         trainer.finish()
 
@@ -252,19 +267,15 @@ def losses_table(trainers: Sequence[Trainer]) -> Table:
 
 def seconds_table(trainers: Sequence[Trainer]) -> Table:
     table = Table(title="Time", title_justify="left")
-    for column in ("", "seconds per step", "times as fast", "first step", "its extra cost is earned back"):
+    for column in ("", "seconds per step", "times as fast", "all steps"):
         table.add_column(column, justify="right" if column else "left")
     plain = trainers[0]
     for trainer in trainers:
-        saved = plain.typical - trainer.typical
-        extra = trainer.seconds[0] - plain.seconds[0]
-        earned = f"after {extra / saved:,.0f} steps" if saved > 0 and extra > 0 else ""
         table.add_row(
             trainer.name,
             f"{trainer.typical:.3f}",
             f"{plain.typical / trainer.typical:.2f}",
-            f"{trainer.seconds[0]:.1f} s",
-            earned,
+            f"{sum(trainer.seconds):.0f} s",
         )
     return table
 
@@ -290,7 +301,7 @@ def plot(trainers: Sequence[Trainer], path: Path) -> None:
         )
         seconds.axhline(trainer.typical, color=color, linewidth=1)
     curves.set(title="Loss", xlabel="step")
-    seconds.set(title="Seconds per step (the first proves and compiles)", xlabel="step")
+    seconds.set(title="Seconds per step (some also prove or compile)", xlabel="step")
     seconds.set_ylim(0, 2 * max(t.typical for t in trainers))
     for axes in (curves, seconds):
         axes.legend()
@@ -326,6 +337,16 @@ def verdict(plain: Trainer, fused: Trainer) -> bool:
     if not equal:
         console.print("[bold red]The loss curves differ by more than that.")
     return equal
+
+
+def say_savings(report: Report) -> None:
+    """What a run of 100 hours would save, at an example's prices."""
+    try:
+        saved = report.savings(hours=100, price_per_hour=2.5, kilowatts=0.7, grams_co2_per_kwh=380)
+    except (RuntimeError, ValueError) as error:
+        console.print(str(error))
+    else:
+        console.print(f"Of 100 hours at 2.50 an hour, 0.7 kW and 380 g CO2 per kWh: {saved}")
 
 
 # --- the demo ----------------------------------------------------------------------------------
@@ -367,7 +388,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns 1 where the loss curves differ by more than is promised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seconds", type=float, default=240, help="no more steps after so long")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=384, help="a multiple of 64")
@@ -382,16 +403,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), style="bold red")
         return 1
 
-    for trainer in trainers[1:]:
-        console.print(trainer.report, markup=False, highlight=False, soft_wrap=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for number, trainer in enumerate(trainers[1:], 1):
+        if trainer.report is not None:
+            console.print(f"\n{trainer.name}", style="bold")
+            console.print(trainer.report)
+            say_savings(trainer.report)
+            trainer.report.plot(options.output / f"gain-{number}.png")
     console.print(losses_table(trainers), seconds_table(trainers))
     equal = verdict(*trainers[:2])
-    options.output.mkdir(parents=True, exist_ok=True)
     plot(trainers, options.output / "curves.png")
-    results = {t.name: {"losses": t.losses, "seconds": t.seconds, "report": t.report} for t in trainers}
+    results = {
+        t.name: {"losses": t.losses, "seconds": t.seconds, "report": t.report and t.report.to_dict()}
+        for t in trainers
+    }
     (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(
-        f"{options.output / 'curves.png'} shows it; {options.output / 'results.json'} has every figure. "
+        f"{options.output}: curves.png, gain-*.png (what each patch brings), results.json (every figure). "
         f"The demo took {time.perf_counter() - start:.0f} s."
     )
     return 0 if equal else 1
