@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autofuse.proof import Unprovable
 
-__all__ = ["Change", "Tokens", "decoder_tokens", "kept_length", "pack", "tokens", "trim_left", "trim_right"]
+__all__ = [
+    "Change",
+    "Packing",
+    "Tokens",
+    "allowed",
+    "block_mask",
+    "decoder_tokens",
+    "kept_length",
+    "pack",
+    "packing_of",
+    "tokens",
+    "trim_left",
+    "trim_right",
+]
 
 Batch = Mapping[str, Any]
 
 IGNORED = -100
-LENGTHS = 8  # of one padded length: no more than the compilations that dynamo allows for one function
-ALIGNED = 16  # a length that tensor cores, vector units and cache lines like
+ALIGNED = 8  # a length that tensor cores and vector units like
+LENGTHS = 32  # of one padded length: a dynamic compilation serves all, what is set up for each is cheap
+FEW_LENGTHS = 8  # no more than the compilations that dynamo allows for one function
 WORTH_PACKING = 0.8  # of the tokens computed without it
 
 
@@ -39,6 +54,7 @@ class Change:
         real: (rows, length), the tokens whose outputs must agree.
         layout: ``layout(before, after)``: the dimensions of an output that the change made smaller.
         widen: ``widen(output, dimensions)``: the output with the size it would have had.
+        inside: ``inside(model)``: the context in which the model is called with the smaller batch.
     """
 
     variant: str
@@ -51,6 +67,7 @@ class Change:
     real: Tensor
     layout: Callable[[Tensor, Tensor], tuple[int, ...]]
     widen: Callable[[Tensor, tuple[int, ...]], Tensor]
+    inside: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,7 @@ def tokens(batch: Batch, *, encoder_decoder: bool = False) -> Tokens | None:
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.layout != torch.strided:
         return None
-    real = _allowed(mask) if mask.dim() == 2 else _allowed(mask).flatten(1, 2).any(1)
+    real = allowed(mask) if mask.dim() == 2 else allowed(mask).flatten(1, 2).any(1)
     encoder_decoder = encoder_decoder or any(name.startswith("decoder_") for name in batch)
     names = [n for n in batch if not n.startswith("decoder_") and not (encoder_decoder and n == "labels")]
     return _tokens(batch, names, real, "input_ids")
@@ -117,7 +134,7 @@ def decoder_tokens(batch: Batch, *, encoder_decoder: bool = False) -> Tokens | N
         return None
     if isinstance(mask, Tensor) and mask.shape != labels.shape:
         return None
-    real = _allowed(mask) if isinstance(mask, Tensor) else labels.ne(IGNORED)
+    real = allowed(mask) if isinstance(mask, Tensor) else labels.ne(IGNORED)
     return _tokens(batch, [*names, "labels"], real, "decoder_input_ids")
 
 
@@ -142,7 +159,7 @@ def _tokens(batch: Batch, names: Sequence[str], real: Tensor, ids_name: str) -> 
     return Tokens(real, used, labels if "labels" in dims else None, padding, dims)
 
 
-def _allowed(mask: Tensor) -> Tensor:
+def allowed(mask: Tensor) -> Tensor:
     """Where a mask lets a token be seen: true, not 0, or (four dimensions, floating) not minus infinity."""
     if mask.is_floating_point() and mask.dim() == 4:
         return mask > torch.finfo(mask.dtype).min / 2
@@ -179,47 +196,49 @@ def _dims(name: str, value: Any, shape: torch.Size) -> tuple[int, ...]:
 # --- trimming ----------------------------------------------------------------------------------
 
 
-def kept_length(needed: int, length: int) -> int:
+def kept_length(needed: int, length: int, lengths: int = LENGTHS) -> int:
     """How many of ``length`` columns are kept where ``needed`` are used.
 
-    A multiple of 16, and at most eight different ones for one padded length: as many as dynamo
-    compiles of one function before it gives up. The price is at most an eighth of the length.
+    A multiple of 8, and at most so many different ones for one padded length; a compilation by the
+    model's owner, which may be made for each length anew, wants few (`FEW_LENGTHS`).
 
-    >>> [kept_length(n, 256) for n in (1, 32, 33, 120, 250)], kept_length(9, 20), kept_length(17, 20)
-    ([32, 32, 64, 128, 256], 16, 20)
+    >>> [kept_length(n, 256) for n in (1, 32, 33, 115, 250)], kept_length(9, 20), kept_length(17, 20)
+    ([8, 32, 40, 120, 256], 16, 20)
+    >>> [kept_length(n, 256, FEW_LENGTHS) for n in (1, 32, 33, 115, 250)]
+    [32, 32, 64, 128, 256]
     """
-    multiple = _multiple(length)
+    multiple = _multiple(length, lengths)
     return min(length, -(-needed // multiple) * multiple)
 
 
-def _multiple(length: int) -> int:
-    return max(1, -(-length // (LENGTHS * ALIGNED))) * ALIGNED
+def _multiple(length: int, lengths: int) -> int:
+    return max(1, -(-length // (lengths * ALIGNED))) * ALIGNED
 
 
-def trim_right(batch: Batch, found: Tokens) -> list[Change]:
+def trim_right(batch: Batch, found: Tokens, lengths: int = LENGTHS) -> list[Change]:
     """Without the columns at the right in which nothing is used.
 
     >>> ids = torch.ones(2, 64, dtype=torch.long)
     >>> batch = {"input_ids": ids, "attention_mask": torch.arange(64).expand(2, 64) < 20}
     >>> trim_right(batch, tokens(batch))[0].after["input_ids"].shape
-    torch.Size([2, 32])
+    torch.Size([2, 24])
     """
     _, last = _bounds(found.used)
-    kept = kept_length(last + 1, found.length)
+    kept = kept_length(last + 1, found.length, lengths)
     return [] if kept == found.length else [_trimmed(batch, found, 0, kept)]
 
 
-def trim_left(batch: Batch, found: Tokens, multiple_of: int) -> list[Change]:
+def trim_left(batch: Batch, found: Tokens, of: int, lengths: int = LENGTHS) -> list[Change]:
     """Without the columns at the left in which nothing is used; then the same with explicit positions,
     for a model that counts its positions from the first column.
 
     Where a label is used right after padding, one column of padding stays.
 
     Args:
-        multiple_of: the padded length that decides which lengths are kept.
+        of: the padded length that decides which lengths are kept.
     """
     first, _ = _bounds(found.used)
-    multiple = _multiple(multiple_of)
+    multiple = _multiple(of, lengths)
     kept = -(-(found.length - first + int(found.after_padding)) // multiple) * multiple
     if kept >= found.length:
         return []
@@ -267,22 +286,49 @@ def _trimmed(batch: Batch, found: Tokens, start: int, stop: int) -> Change:
 
 
 @dataclass(frozen=True)
-class _Packing:
+class Packing:
     """Where each token goes.
 
     Attributes:
         source: (new rows, width), the flat place that a token comes from, or a place of padding.
         positions, segments: its number within its sequence, and its sequence's number in the row.
         target: (rows, length), the flat place where a token lies now; -1 for padding.
+        longest: the number of tokens of the longest sequence.
+        left: a sequence has padding at its left.
     """
 
     source: Tensor
     positions: Tensor
     segments: Tensor
     target: Tensor
+    longest: int
+    left: bool
+
+    def take(self, x: Tensor) -> Tensor:
+        """(rows, length, ...) -> (new rows, width, ...)."""
+        return x.flatten(0, 1).index_select(0, self.source.flatten()).unflatten(0, self.source.shape)
+
+    def put_back(self, x: Tensor) -> Tensor:
+        """(new rows, width, ...) -> (rows, length, ...), with zeros at padding."""
+        rows = self.target.clamp(min=0).flatten()
+        wide = x.flatten(0, 1).index_select(0, rows).unflatten(0, self.target.shape)
+        return wide.masked_fill((self.target < 0).view(*self.target.shape, *[1] * (x.dim() - 2)), 0)
+
+    def layout(self, a: Tensor, b: Tensor) -> tuple[int, ...]:
+        """Which dimensions of an output are packed in ``b``; raises `Unprovable` where it cannot tell."""
+        if a.shape == b.shape:
+            return ()
+        shapes = a.shape[:2] == self.target.shape, b.shape[:2] == self.source.shape
+        if all(shapes) and a.shape[2:] == b.shape[2:]:
+            return (0, 1)
+        raise Unprovable(f"an output of the shape {tuple(a.shape)} becomes {tuple(b.shape)}")
+
+    def widen(self, output: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """The output with the size that it would have had."""
+        return self.put_back(output) if dims else output
 
 
-def pack(batch: Batch, found: Tokens, offsets: Iterable[int] = (0,)) -> list[Change]:
+def pack(batch: Batch, found: Tokens, offsets: Iterable[int] = (0,), lengths: int = LENGTHS) -> list[Change]:
     """The real tokens in fewer rows, several sequences in each; empty where it does not pay, or not
     for this batch.
 
@@ -303,26 +349,31 @@ def pack(batch: Batch, found: Tokens, offsets: Iterable[int] = (0,)) -> list[Cha
     >>> packed["input_ids"].shape, packed["position_ids"][1].tolist()
     (torch.Size([2, 16]), [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 0, 1, 2])
     """
-    mask, real = batch["attention_mask"], found.real
-    if mask.dim() != 2 or batch.get("use_cache"):
-        return []
-    lengths, firsts, lasts = _extents(real)
-    width = kept_length(max(lengths), found.length)
-    bins = _first_fit(lengths, width)
-    if not bins or len(bins) * width > WORTH_PACKING * real.numel():
+    places = packing_of(batch, found, lengths)
+    if places is None:
         return []
     for name, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[:2] != real.shape:
+        if isinstance(value, Tensor) and value.dim() and value.shape[:2] != found.real.shape:
             raise Unprovable(f"{name!r} of the shape {tuple(value.shape)} is not about single tokens")
+    return list(_packed(batch, found, places, sorted(set(offsets))))
+
+
+def packing_of(batch: Batch, found: Tokens, lengths: int = LENGTHS) -> Packing | None:
+    """Where the tokens of a batch would go; None where it does not pay, or not for this batch."""
+    mask, real = batch["attention_mask"], found.real
+    if mask.dim() != 2 or batch.get("use_cache"):
+        return None
+    counts, firsts, lasts = _extents(real)
+    width = kept_length(max(counts), found.length, lengths)
+    bins = _first_fit(counts, width)
+    if not bins or len(bins) * width > WORTH_PACKING * real.numel():
+        return None
     contiguous = all(
-        n == 0 or last - first + 1 == n for n, first, last in zip(lengths, firsts, lasts, strict=True)
+        n == 0 or last - first + 1 == n for n, first, last in zip(counts, firsts, lasts, strict=True)
     )
     if not contiguous or bool((mask.float() > 1).any()) or bool((found.used & ~real).any()):
-        return []
-    if found.after_padding:
-        return []
-    places = _places(real, bins, lengths, firsts, width)
-    return list(_packed(batch, found, places, sorted(set(offsets)), max(lengths), any(firsts)))
+        return None
+    return None if found.after_padding else _places(real, bins, counts, firsts, width)
 
 
 def _extents(real: Tensor) -> tuple[list[int], list[int], list[int]]:
@@ -353,7 +404,7 @@ def _first_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 def _places(
     real: Tensor, bins: list[list[int]], lengths: list[int], firsts: list[int], width: int
-) -> _Packing:
+) -> Packing:
     rows, length = real.shape
     padding = int((~real).flatten().int().argmax())  # what fills up is a copy of some padding
     source = torch.full((len(bins), width), padding)
@@ -370,16 +421,14 @@ def _places(
             at += n
         positions[index, at:] = torch.arange(width - at)
         segments[index, at:] = len(members)
-    moved = (t.to(real.device) for t in (source, positions, segments, target.view(rows, length)))
-    return _Packing(*moved)
+    moved = [t.to(real.device) for t in (source, positions, segments, target.view(rows, length))]
+    source, positions, segments, target = moved
+    return Packing(source, positions, segments, target, max(lengths), any(firsts))
 
 
-def _packed(
-    batch: Batch, found: Tokens, places: _Packing, offsets: list[int], longest: int, left: bool
-) -> Iterable[Change]:
-    shape, small = found.real.shape, places.source.shape
+def _packed(batch: Batch, found: Tokens, places: Packing, offsets: list[int]) -> Iterable[Change]:
     after: dict[str, Any] = {
-        name: value.flatten(0, 1)[places.source] if isinstance(value, Tensor) and value.dim() else value
+        name: places.take(value) if isinstance(value, Tensor) and value.dim() else value
         for name, value in batch.items()
         if name != "attention_mask"
     }
@@ -390,27 +439,13 @@ def _packed(
         return
     first_label = found.labels is not None and bool(((after["labels"] != IGNORED) & starts).any())
 
-    def layout(a: Tensor, b: Tensor) -> tuple[int, ...]:
-        if a.shape == b.shape:
-            return ()
-        if a.shape[:2] == shape and b.shape[:2] == small and a.shape[2:] == b.shape[2:]:
-            return (0, 1)
-        raise Unprovable(f"an output of the shape {tuple(a.shape)} becomes {tuple(b.shape)}")
-
-    def widen(output: Tensor, dims: tuple[int, ...]) -> Tensor:
-        if not dims:
-            return output
-        wide = output.flatten(0, 1)[places.target.clamp(min=0)]
-        padding = (places.target < 0).view(*shape, *[1] * (output.dim() - 2))
-        return wide.masked_fill(padding, 0)
-
     def change(variant: str, told: Batch) -> Change:
-        kind, real = (found.kind, first_label, left), found.real
-        return Change(variant, kind, longest, shape[1], longest, batch, told, real, layout, widen)
+        kind, real, n = (found.kind, first_label, places.left), found.real, places.longest
+        return Change(variant, kind, n, found.length, n, batch, told, real, places.layout, places.widen)
 
     for offset in offsets if given is None else [0]:
         told = {**after, "position_ids": positions + offset}
-        masked = {**told, "attention_mask": _block_mask(places.segments)}
+        masked = {**told, "attention_mask": block_mask(places.segments)}
         if first_label:  # a causal model would predict it from the sequence before
             told["labels"] = after["labels"].masked_fill(starts, IGNORED)
         yield change(f"positions from {offset}", told)
@@ -423,7 +458,7 @@ def _tells_apart(positions: Tensor, starts: Tensor, real: Tensor) -> bool:
     return bool((~real[:, 1:] | (jumps == starts[:, 1:])).all())
 
 
-def _block_mask(segments: Tensor) -> Tensor:
+def block_mask(segments: Tensor) -> Tensor:
     """(rows, 1, width, width), to be added to attention scores."""
     same = segments[:, None, :, None] == segments[:, None, None, :]
     return torch.zeros(same.shape, device=same.device).masked_fill(~same, torch.finfo(torch.float32).min)

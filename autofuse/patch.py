@@ -13,6 +13,7 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -258,8 +259,14 @@ class Settings:
 
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
-    # batch -> (a batch with less work in it, outputs -> the outputs that the given batch would have had)
-    shrink: Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Callable[[Any], Any]]] | None = None
+    # batch -> (a batch with less work in it, the context in which the model is to be called with it,
+    # outputs -> the outputs that the given batch would have had)
+    shrink: (
+        Callable[
+            [Mapping[str, Any]], tuple[Mapping[str, Any], AbstractContextManager[None], Callable[[Any], Any]]
+        ]
+        | None
+    ) = None
 
     @property
     def active_scaler(self) -> torch.amp.GradScaler | None:

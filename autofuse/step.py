@@ -149,13 +149,14 @@ class TrainingStep:
 
     def _forward(self, batch: tuple[Any, ...]) -> tuple[Tensor, Callable[[], Any]]:
         """(loss, what gives the outputs): those of a batch that was shrunk are restored if asked for."""
-        shrink, restore = self._settings.shrink, None
+        shrink, inside, restore = self._settings.shrink, None, None
         own_loss = self._loop.forward is None and self._loop.loss_fn is None
         if shrink is not None and own_loss and isinstance(batch[0], Mapping):
-            smaller, restore = shrink(batch[0])
+            smaller, inside, restore = shrink(batch[0])
             batch = (smaller, *batch[1:])
         with ExitStack() as stack:
             self._enter_autocast(stack)
+            stack.enter_context(inside or nullcontext())
             loss, outputs = loss_of_batch(
                 self.model, batch, self._loop.loss_fn, self._loop.forward, self._outside_autocast
             )

@@ -2,7 +2,8 @@
 
 Output layers are found without names: what ``get_output_embeddings()`` says of the model or of any
 module in it, else every linear layer that widens its input to many classes or shares its weight with
-an embedding. Whether their output does reach a cross entropy, the first steps show: a layer whose
+an embedding, else the embeddings, whose weight the model's forward may multiply with by itself
+(`autofuse.tied`). Whether their output does reach a cross entropy, the first steps show: a layer whose
 logits are always read by something else gets its class back, and the report says by what.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from autofuse.functional.linear_cross_entropy import choose
 from autofuse.lazy import Fate, lazy_linear
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name, fused_class
 from autofuse.probe import quiet
+from autofuse.tied import arm, disarm, is_armed
 
 __all__ = ["find", "order"]
 
@@ -34,6 +36,9 @@ MIN_CLASSES = 1024
 
 # Losses in a row that needed the real logits, before the layer is left alone.
 PATIENCE = 2
+
+# Look-ups in a row in an embedding after which no product with its weight came.
+PATIENCE_WITH_EMBEDDINGS = 4
 
 
 def find(context: Context) -> Patch | Rejected:
@@ -62,11 +67,20 @@ def find(context: Context) -> Patch | Rejected:
             _uses[module] = _Use(
                 str(site.provider), functools.partial(_reject, weakref.ref(patch), site.path)
             )
-            transaction.on_undo(functools.partial(_uses.pop, module, None))
-            transaction.set_class(module, _swapped(type(module)))
+            transaction.on_undo(functools.partial(_forget, weakref.ref(module)))
+            swapped = _swapped_embedding if isinstance(module, nn.Embedding) else _swapped
+            transaction.set_class(module, swapped(type(module)))
 
     patch = Patch(sites, change, reason="the logits are not built for the loss, nor are ignored rows")
     return patch
+
+
+def _forget(reference: weakref.ref[nn.Module]) -> None:
+    module = reference()
+    if module is not None:
+        _uses.pop(module, None)
+        if isinstance(module, nn.Embedding):
+            disarm(module.weight)
 
 
 def _reject(patch: weakref.ref[Patch], path: str, reason: str) -> None:
@@ -78,17 +92,21 @@ def _reject(patch: weakref.ref[Patch], path: str, reason: str) -> None:
 # --- candidates --------------------------------------------------------------------------------
 
 
-def _candidates(context: Context) -> Iterable[tuple[str, nn.Module]]:
-    """What a model calls its output layer; where none does, what is shaped like one."""
+def _candidates(context: Context) -> list[tuple[str, nn.Module]]:
+    """What a model calls its output layer; where none does, what is shaped like one; where nothing is,
+    the embeddings."""
     named = {id(head) for _, module in context.modules for head in _output_layers(module)}
-    tied = {id(m.weight) for _, m in context.modules if isinstance(m, nn.Embedding)}
-    for path, module in context.modules:
-        if id(module) in named:
-            yield path, module
-        elif not named and isinstance(module, nn.Linear) and module.weight is not None:
-            wide = module.out_features > 4 * module.in_features
-            if module.out_features >= MIN_CLASSES and (wide or id(module.weight) in tied):
-                yield path, module
+    if named:
+        return [(path, module) for path, module in context.modules if id(module) in named]
+    embeddings = [(path, m) for path, m in context.modules if isinstance(m, nn.Embedding)]
+    tied = {id(m.weight) for _, m in embeddings}
+    linear = [(path, m) for path, m in context.modules if isinstance(m, nn.Linear) and m.weight is not None]
+    shaped: list[tuple[str, nn.Module]] = [
+        (path, m)
+        for path, m in linear
+        if m.out_features >= MIN_CLASSES and (m.out_features > 4 * m.in_features or id(m.weight) in tied)
+    ]
+    return shaped or [(path, m) for path, m in embeddings if m.num_embeddings >= MIN_CLASSES]
 
 
 def _output_layers(module: nn.Module) -> list[nn.Module]:
@@ -126,8 +144,6 @@ def _passed_through(head: nn.Module, inner: Sequence[nn.Linear]) -> nn.Module | 
 def _unfit(module: nn.Module) -> str | None:
     """Why the module's logits have to be built, or None."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if isinstance(module, nn.Embedding):
-        return "it is the embedding itself: the product with it is in the model's own forward"
     if module._modules:
         return "it is more than a linear layer (an adapter, a parametrization?)"
     if weight is None:
@@ -140,7 +156,7 @@ def _unfit(module: nn.Module) -> str | None:
         return f"{weight.shape[0]} classes: building so few logits costs less than not building them"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if _hooked(module):
+    if _hooked(module) and not isinstance(module, nn.Embedding):
         return "it has hooks, which see its output"
     return None
 
@@ -169,6 +185,7 @@ class _Use:
     last: Fate | None = None
     fused: bool = False
     misses: int = 0
+    unanswered: int = 0  # look-ups in an embedding since its weight was multiplied
 
     def next(self) -> Fate | None:
         """The next call's fate, or None if the layer had better be left alone."""
@@ -229,14 +246,57 @@ def _swapped(cls: type[nn.Module]) -> type[nn.Module]:
     return fused_class(cls, "lazy logits", forward, live=("weight", "bias"))
 
 
+def _swapped_embedding(cls: type[nn.Module]) -> type[nn.Module]:
+    original = cls.forward
+
+    def forward(self: nn.Embedding, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or not _trains(self) or torch._C._current_graph_task_id() != -1:
+            return out  # compiled, not trained, or recomputed in the backward
+        use = _uses.get(self)
+        if use is None:  # a copy of a changed embedding
+            use = _uses[self] = _Use()
+        use.unanswered += is_armed(self.weight)
+        if use.unanswered >= PATIENCE_WITH_EMBEDDINGS:
+            use.reject("an embedding, and no product with its weight follows")
+            self.__class__ = cls  # type: ignore[assignment]
+            disarm(self.weight)
+            return out
+        disarm(self.weight)  # for another call of the model
+        if type(self.weight) is nn.Parameter:
+            arm(self.weight, functools.partial(_product, weakref.ref(self), cls))
+        return out
+
+    return fused_class(cls, "lazy product", forward, live=("weight",))
+
+
+def _product(
+    reference: weakref.ref[nn.Embedding], cls: type[nn.Module], x: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """The lazy product of ``x`` with the embedding's weight; None where it had better be a real one."""
+    module = reference()
+    use = None if module is None else _uses.get(module)
+    if module is None or use is None or not (_trains(module) and _fits(x, module.weight, bias)):
+        return None
+    use.unanswered = 0
+    fate = use.next()
+    if fate is None:
+        module.__class__ = cls  # type: ignore[assignment]
+        return None
+    return lazy_linear(x, module.weight, bias, fate)
+
+
 def _may_be_lazy(module: nn.Module) -> bool:
-    """Training, with gradients, by autograd's tape alone, and nothing looks inside."""
-    if not module.training or not torch.is_grad_enabled() or _hooked(module):
+    """Training, with a plain weight, and nothing looks inside."""
+    return _trains(module) and not _hooked(module) and type(module._parameters.get("weight")) is nn.Parameter
+
+
+def _trains(module: nn.Module) -> bool:
+    """Training, with gradients, by autograd's tape alone."""
+    if not module.training or not torch.is_grad_enabled():
         return False
     others = torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
-    return type(module._parameters.get("weight")) is nn.Parameter and not (
-        others or torch.autograd.forward_ad._current_level >= 0
-    )
+    return not (others or torch.autograd.forward_ad._current_level >= 0)
 
 
 def _fits(x: Any, weight: Tensor, bias: Tensor | None = None) -> bool:

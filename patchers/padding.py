@@ -3,6 +3,7 @@
 It acts on mappings with an ``attention_mask`` (an encoder-decoder's decoder side also goes by its
 labels), in three steps: columns at the right, columns at the left, and, where a fifth of what is
 left is padding still, several sequences in one row. Labels that are not ignored keep their columns.
+Where whole rows cannot be packed (one label for each), they are for the repeated blocks alone.
 
 **Proof.** The first batch may have no padding at all. So a change is proved, loss and all gradients
 and the outputs of the real tokens, in float32, the first time that its kind really occurs: the same
@@ -17,8 +18,9 @@ and every later one would differ from the unchanged loop's: as good statisticall
 numbers, and no proof can tell it from a mistake. So the patch stays off while dropout is active.
 
 **Outputs.** Whoever reads ``outputs`` gets tensors of the size that they would have had, in the same
-type and order. At padding they hold zeros, which is not what the model would have computed there. A
-key-value cache among them keeps its smaller size, or is missing where rows are packed.
+type and order. At padding they hold zeros, or what layers after the blocks make of zeros, which is not
+what the model would have computed there. A key-value cache among them keeps its smaller size, or is
+missing where rows are packed. Where attentions are asked for, rows are not packed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +38,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from autofuse.batch import loss_from
-from autofuse.packing import Change, decoder_tokens, pack, tokens, trim_left, trim_right
+from autofuse.packed_body import body_path, pack_body
+from autofuse.packing import FEW_LENGTHS, LENGTHS, Change, decoder_tokens, pack, tokens, trim_left, trim_right
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.probe import RandomState
 from autofuse.proof import GRADIENT_TOLERANCE, Outcome, Unprovable, compare, evaluate, no_trace
@@ -56,6 +59,7 @@ WORK = {
     "left": "columns that are padding in every row, at the left",
     "decoder": "the decoder's columns that are padding in every row",
     "rows": "several sequences in one row",
+    "body": "several sequences in one row of the repeated blocks",
 }
 
 
@@ -72,7 +76,10 @@ def find(context: Context) -> Patch | Rejected:
     names = [name for name in WORK if encoder_decoder or name != "decoder"]
     sites = [Site(name, class_name(context.model), f"shrink {WORK[name]}", "autofuse") for name in names]
     if encoder_decoder:  # each row of the decoder would have to be told which row of the encoder is its own
-        sites[-1] = sites[-1].rejected("encoder and decoder are trimmed, not packed")
+        sites[-2:] = [site.rejected("encoder and decoder are trimmed, not packed") for site in sites[-2:]]
+    else:
+        reason = _no_body(context.model)
+        sites[-1] = sites[-1] if reason is None else sites[-1].rejected(reason)
     settings = context.settings
 
     def change(transaction: Transaction, sites: Sequence[Site]) -> None:
@@ -80,14 +87,28 @@ def find(context: Context) -> Patch | Rejected:
 
     reason = "work on padding is left out; each kind of it is proved when it first occurs"
     patch = Patch(sites, change, reason=reason, timed=True, step_only=True)
-    shrinker = _Shrinker(context.model, patch, encoder_decoder)
+    shrinker = _Shrinker(context, patch, encoder_decoder)
     return patch
+
+
+def _no_body(model: nn.Module) -> str | None:
+    path = body_path(model)
+    if path is None:
+        return "the model has no one part, apart from others, that is made of repeated blocks"
+    names = path.split(".")
+    around = [model.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)]
+    return "it is compiled, or inside of what is" if any(map(_is_compiled, around)) else None
 
 
 def _processes() -> int:
     distributed = torch.distributed
     active = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if active else 1
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether its owner has compiled it. Dynamo is slow to import: never for this."""
+    return module._compiled_call_impl is not None or type(module).__module__ == "torch._dynamo.eval_frame"
 
 
 def _drops(module: nn.Module) -> bool:
@@ -115,13 +136,15 @@ class _Proved:
 
 
 class _Shrinker:
-    """What `Settings.shrink` is set to: batch -> (smaller batch, restore)."""
+    """What `Settings.shrink` is set to: batch -> (smaller batch, context of the model's call, restore)."""
 
-    def __init__(self, model: nn.Module, patch: Patch, encoder_decoder: bool) -> None:
+    def __init__(self, context: Context, patch: Patch, encoder_decoder: bool) -> None:
+        model = context.model
         self._reference = weakref.ref(model)  # a transaction holds the settings, and must not hold the model
-        self._patch, self._encoder_decoder = patch, encoder_decoder
+        self._settings, self._patch, self._encoder_decoder = context.settings, patch, encoder_decoder
         self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        self._offsets = _first_positions(model)
+        self._offsets, self._body = _first_positions(model), body_path(model)
+        self._lengths = FEW_LENGTHS if any(_is_compiled(m) for _, m in context.modules) else LENGTHS
         self._handles = -1
         self._variants: dict[str, str] = {}
         self._uses: dict[str, int] = {}
@@ -134,14 +157,17 @@ class _Shrinker:
         assert model is not None  # it is called by the model's own step
         return model
 
-    def __call__(self, batch: Batch) -> tuple[Batch, Restore]:
-        first, changes = batch, []
+    def __call__(self, batch: Batch) -> tuple[Batch, AbstractContextManager[None], Restore]:
+        first = batch
+        changes: list[tuple[Hashable, Change]] = []
+        inside: AbstractContextManager[None] = nullcontext()
         if not any(_drops(m) for m in self._dropouts) and not self._is_hooked():
             for name in [site.path for site in self._patch.accepted]:
                 change = self._choose(name, batch, first)
                 if change is not None:
                     batch = change.after
                     changes.append((self._key(name, change), change))
+                    inside = change.inside(self._model)
         options = {} if batch.get("use_cache") is None else {"use_cache": batch["use_cache"]}
 
         def restore(outputs: Any) -> Any:
@@ -149,7 +175,7 @@ class _Shrinker:
                 outputs = self._widen(key, change, outputs, options)
             return outputs
 
-        return batch, restore
+        return batch, inside, restore
 
     def _is_hooked(self) -> bool:
         """Whoever looks at the tensors inside the model by a hook would see fewer tokens, in other rows.
@@ -191,15 +217,22 @@ class _Shrinker:
     def _changes(self, name: str, batch: Batch, first: Batch) -> list[Change]:
         if name == "decoder":
             found = decoder_tokens(batch, encoder_decoder=self._encoder_decoder)
-            return [] if found is None else trim_right(batch, found)
+            return [] if found is None else trim_right(batch, found, self._lengths)
         found = tokens(batch, encoder_decoder=self._encoder_decoder)
         if found is None:
             return []
         if name == "right":
-            return trim_right(batch, found)
+            return trim_right(batch, found, self._lengths)
         if name == "left":
-            return trim_left(batch, found, first["attention_mask"].shape[-1])
-        changes = pack(batch, found, self._offsets)
+            return trim_left(batch, found, first["attention_mask"].shape[-1], self._lengths)
+        if batch.get("output_attentions") or getattr(
+            getattr(self._model, "config", None), "output_attentions", False
+        ):
+            return []  # who sees whom in packed rows is nobody's business
+        if name == "rows":
+            changes = pack(batch, found, self._offsets, self._lengths)
+        else:
+            changes = pack_body(batch, found, str(self._body), self._offsets, self._lengths)
         if not self._has_cache():
             return changes
         # A cache of packed rows would be of no use, and positions of packed rows are read without one only.
@@ -224,7 +257,9 @@ class _Shrinker:
         if proved.covers(change) and not again:
             return None
         try:
-            reason = self._prove(key, change, timed=name == "rows" and self._patch.timed and not proved.spans)
+            reason = self._prove(
+                key, change, timed=name in ("rows", "body") and self._patch.timed and not proved.spans
+            )
         except Exception as error:
             lines = str(error).strip().splitlines()
             reason = f"it cannot be proved: {type(error).__name__}: {lines[0] if lines else ''}"
@@ -238,7 +273,7 @@ class _Shrinker:
     def _prove(self, key: Hashable, change: Change, timed: bool) -> str | None:
         with _full_precision(self._model), eagerly():
             a, outputs, random = self._run(change.before)
-            b, smaller, smaller_random = self._run(change.after)
+            b, smaller, smaller_random = self._run(change.after, change)
             if not _same_state(random, smaller_random):
                 return f"dropout is active: {OTHER_NUMBERS}"
             if not a.says_something:
@@ -252,26 +287,37 @@ class _Shrinker:
                 return (
                     f"it changes the outputs of real tokens: they differ by {error_of_outputs:.1e} relative"
                 )
-            if timed:
-                before = min(a.seconds, self._run(change.before)[0].seconds)
-                after = min(b.seconds, self._run(change.after)[0].seconds)
-                if after >= before:
-                    return f"it does not pay: {after * 1e3:.1f} ms with it and {before * 1e3:.1f} ms without"
+        if timed and (reason := self._slower(change)):
+            return reason
         self._layouts[key] = [layout]
         return None
 
-    def _run(self, batch: Batch) -> tuple[Outcome, Any, RandomState]:
+    def _run(self, batch: Batch, change: Change | None = None) -> tuple[Outcome, Any, RandomState]:
         """A step on the batch, its outputs, and the random generators after its forward."""
         seen: list[Any] = []
 
         def loss_of() -> Tensor:
-            outputs = self._model(**batch)
+            outputs = self._call(batch, change)
             loss = loss_from(outputs, self._model)
             seen[:] = [_detached(outputs), RandomState.capture()]
             return loss
 
         outcome = evaluate(loss_of, self._model, [p for p in self._model.parameters() if p.requires_grad])
         return outcome, *seen
+
+    def _call(self, batch: Batch, change: Change | None) -> Any:
+        with nullcontext() if change is None else change.inside(self._model):
+            return self._model(**batch)
+
+    def _slower(self, change: Change) -> str | None:
+        """Why the change does not pay, in the precision of the step."""
+        kind, dtype = _device_type(self._model), self._settings.autocast_dtype
+        with eagerly(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None), torch.enable_grad():
+            pairs = [(self._run(change.before)[0], self._run(change.after, change)[0]) for _ in range(2)]
+        before, after = (min(outcome.seconds for outcome in side) for side in zip(*pairs, strict=True))
+        if after < before:
+            return None
+        return f"it does not pay: {after * 1e3:.1f} ms with it and {before * 1e3:.1f} ms without"
 
     # --- what is read afterwards -------------------------------------------------------------
 
@@ -282,7 +328,7 @@ class _Shrinker:
         if spec not in [known for known, _ in layouts]:  # other outputs are asked for than in the proof
             before, after = {**change.before, **options}, {**change.after, **options}
             with no_trace(self._model), torch.no_grad():
-                layout = _layout(change, self._model(**before), self._model(**after))
+                layout = _layout(change, self._call(before, None), self._call(after, change))
             layouts.append(layout)
         dims = next(dims for known, dims in layouts if known == spec)
         wide = [change.widen(leaf, d) if d else leaf for leaf, d in zip(leaves, dims, strict=True)]
@@ -300,7 +346,6 @@ def _first_positions(model: nn.Module) -> list[int]:
 @contextmanager
 def _full_precision(model: nn.Module) -> Iterator[None]:
     """Float32 without autocast and TF32, so that a mistake is not taken for rounding."""
-    device = next((p.device.type for p in model.parameters()), "cpu")
     flags, transaction = torch.backends.cuda.matmul, Transaction()
     try:
         if flags.allow_tf32:
@@ -309,10 +354,14 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
         if flags.fp32_precision == "tf32":
             transaction.set_attribute(flags, "fp32_precision", "ieee")
     try:
-        with torch.autocast(device, enabled=False), torch.enable_grad():
+        with torch.autocast(_device_type(model), enabled=False), torch.enable_grad():
             yield
     finally:
         transaction.rollback()
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def _detached(outputs: Any) -> Any:
@@ -344,9 +393,10 @@ def _outputs_error(change: Change, outputs: Any, smaller: Any, layout: Layout) -
     for a, b, dims in zip(tree_flatten(outputs)[0], tree_flatten(smaller)[0], layout[1], strict=True):
         if not isinstance(a, Tensor) or not a.is_floating_point() or dims not in ((), (1,), (0, 1)):
             continue
-        if dims and a.shape[:2] != change.real.shape:
+        for_tokens = a.shape[:2] == change.real.shape
+        if dims and not for_tokens:
             continue
-        if dims:
+        if dims or (for_tokens and a.dim() > 2):  # packed inside, it has its size, and is zero at padding
             a, b = a[change.real].float(), change.widen(b, dims)[change.real].float()
         if not a.isfinite().all():
             continue

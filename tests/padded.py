@@ -1,5 +1,7 @@
 """Padded batches, and a plain and an optimized model side by side that must agree on them."""
 
+import time
+
 import torch
 import transformers as hf
 from cases import GRADIENT, close, gradient_error
@@ -128,3 +130,50 @@ class ZeroGate(nn.Module):
         leak = self.inner.embedding(input_ids).mean()
         outputs.loss = outputs.loss + self.gate * leak
         return outputs
+
+
+class Block(nn.Module):
+    """Attention of one head, and a nap where rows are packed."""
+
+    def __init__(self, width, nap):
+        super().__init__()
+        self.mix, self.out, self.nap = nn.Linear(width, 3 * width), nn.Linear(width, width), nap
+
+    def forward(self, x, attention_mask):
+        time.sleep(self.nap if x.shape[0] < len(LENGTHS) else 0.0)
+        q, k, v = self.mix(x)[:, None].chunk(3, -1)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, attention_mask)[:, 0])
+
+
+class Tower(nn.Module):
+    def __init__(self, width=8, nap=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, nap) for _ in range(2))
+
+    def forward(self, x, attention_mask=None):
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        return x
+
+
+class Pooled(nn.Module):
+    """One label for each row, of what one or two towers' calls make of its tokens."""
+
+    def __init__(self, pool, nap=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.tower, self.head = nn.Embedding(VOCABULARY, 8), Tower(nap=nap), nn.Linear(8, 3)
+        self.pool = pool
+
+    def forward(self, input_ids, attention_mask, labels, other_ids=None, other_mask=None):
+        pooled = self.encode(input_ids, attention_mask)
+        if other_ids is not None:
+            pooled = pooled - self.encode(other_ids, other_mask)
+        logits = self.head(pooled)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return hf.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def encode(self, ids, mask):
+        pairs = None if self.pool == "no mask" else mask.bool()[:, None, None, :]
+        x = self.tower(self.embedding(ids), attention_mask=pairs)
+        return x[:, 0] if self.pool == "first" else x.mean(1)

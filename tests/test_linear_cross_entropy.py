@@ -212,6 +212,33 @@ def test_the_weight_gradient_is_given_away_not_copied() -> None:
     assert w.grad is not None and w.grad.data_ptr() == made[0]
 
 
+class Fresh(TorchDispatchMode):
+    """The places of the tensors of at least ``numel`` elements that operations make."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.places, self.kept = numel, set[int](), list[torch.UntypedStorage]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel() >= self.numel]
+        self.kept += [x.untyped_storage() for x in found]  # so that no place is used again
+        self.places |= {x.untyped_storage().data_ptr() for x in found}
+        return out
+
+
+def test_the_weights_copy_lies_in_its_gradients_memory() -> None:
+    h, w, y = make(classes=9000, width=16)
+    w.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), Fresh(w.numel()) as fresh:
+        linear_cross_entropy(h, w, y).backward()
+    assert w.grad is not None and w.grad.dtype == torch.float32
+    assert fresh.places - {w.data_ptr()} == {w.grad.data_ptr()}
+    exact = w.detach().double().requires_grad_()
+    F.cross_entropy(h.double() @ exact.T, y).backward()
+    assert error([w.grad], [exact.grad]) < 2 * 2**-7  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_double_backward(reduction: str) -> None:
     h, w, y = make()

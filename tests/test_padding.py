@@ -81,7 +81,7 @@ def test_padding_at_the_left_is_trimmed_with_positions_where_they_matter(name, k
 def test_a_label_right_after_padding_keeps_a_column_of_it():
     watched = Watched(of("llama"))
     watched(padded("causal", "left", lengths=(32, 7)))
-    assert watched.shape == (2, 48)
+    assert watched.shape == (2, 40)
     watched(padded("prompt", "left", lengths=(32, 30)))
     assert watched.shape == (2, 32)
 
@@ -128,7 +128,7 @@ def test_every_tensor_of_the_length_is_trimmed():
     batch["position_ids"] = torch.arange(WIDTH).expand(1, -1)
     watched = Watched(of("bert-mlm"))
     watched(batch)
-    shapes = {name: tuple(value.shape) for name, value in watched.seen[-1].items()}
+    shapes = {name: tuple(value.shape) for name, value in watched.seen[-1].items() if name in batch}
     assert shapes.pop("position_ids") == (1, 32) and set(shapes.values()) == {(6, 32)}
 
 
@@ -177,13 +177,25 @@ def test_padding_of_several_values_is_left_alone():
     assert watched.shape == (6, WIDTH)
 
 
-def test_few_lengths():
+@pytest.mark.parametrize("most", [packing.LENGTHS, packing.FEW_LENGTHS])
+def test_few_lengths(most):
     for width in (20, 62, 128, 200, 512, 2048):
-        lengths = {packing.kept_length(n, width) for n in range(1, width + 1)}
-        assert len(lengths) <= 8 and all(n % 16 == 0 or n == width for n in lengths)
-        assert all(
-            n <= packing.kept_length(n, width) < n + max(16, width / 8 + 16) for n in range(1, width + 1)
-        )
+        kept = {n: packing.kept_length(n, width, most) for n in range(1, width + 1)}
+        assert len({*kept.values()}) <= most and all(k % 8 == 0 or k == width for k in kept.values())
+        assert all(n <= k < n + max(8, width / most + 8) for n, k in kept.items())
+
+
+def test_a_model_compiled_by_its_owner_gets_few_lengths():
+    def compiled():
+        model = FAMILIES["bert-cls"].model(max_position_embeddings=256)
+        model.compile(backend="eager", dynamic=False)
+        return model
+
+    watched = Watched(compiled)
+    watched(padded("classes", width=256))
+    assert watched.shape == (6, 32)
+    watched(padded("classes", lengths=(40, 30), width=256))
+    assert watched.shape == (2, 64) and "is compiled" in watched.reason("body")
 
 
 # --- outputs ----------------------------------------------------------------------------------
@@ -307,7 +319,7 @@ def test_a_window_that_only_later_rows_reach_is_not_missed():
     """ModernBERT's local layers take a mask of four dimensions for the whole truth."""
     watched = Watched(modernbert)
     watched(padded("masked", lengths=(4, 3, 4, 2, 3, 4, 4, 4), width=16))  # no longer than the window
-    assert watched.shape == (2, 16)
+    assert watched.shape == (4, 8)
     watched(padded("masked", lengths=(14, 7, 5, 3, 4, 4, 3, 4), width=16))
     assert watched.shape == (8, 16) and "changes the result" in watched.reason("rows")
 

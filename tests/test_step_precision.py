@@ -18,7 +18,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def optimize(model, optimizer=None, **options):
     return autofuse.optimize(
-        model, optimizer, **{"loss_fn": F.mse_loss, "compile": False, **options}, measure=False
+        model, optimizer, **{"loss_fn": F.mse_loss, "compile": False, "measure": False, **options}
     )
 
 

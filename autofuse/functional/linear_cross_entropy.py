@@ -162,15 +162,17 @@ def _compute(
     with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
         target, scale = rows.target, rows.target.scale
         h = rows.select(inputs.hidden.detach()).to(loss.dtype)
-        w = inputs.weight.detach().to(loss.dtype)
         b = None if inputs.bias is None else inputs.bias.detach().to(loss.dtype)
-        n, classes = h.shape[0], w.shape[0]
+        n, classes = h.shape[0], inputs.weight.shape[0]
         chunk = loss.chunk or _chunk_rows(n, classes, h.device, loss.dtype)
+        wanted = coefficient is not None and needs[1]
+        gradient = _weight_gradient(inputs.weight, loss, n, chunk) if wanted else None
+        w = _cast(inputs.weight.detach(), loss.dtype, gradient if 0 < n <= chunk else None)
         work = max(1, min(chunk, n, _budget(h.device) // 8 // (classes * loss.wide.itemsize)))
         losses = h.new_empty(n, dtype=loss.wide)
         factor = coefficient if coefficient is None or scale is None else coefficient * scale
         late = None if any(needs[3:]) else factor  # the tensors' gradients need it before the products
-        sums = None if factor is None else _Sums(h, w, loss, chunk, needs)
+        sums = None if factor is None else _Sums(h, w, gradient, loss, needs)
         # Buffers serve every chunk: fresh pages of that size cost as much as the products.
         product, spare = h.new_empty(min(chunk, n), classes), h.new_empty(work, classes, dtype=loss.wide)
         for part in _slices(n, chunk):
@@ -199,6 +201,20 @@ def _compute(
         return losses, sums.finish(rows, inputs) if sums else []
 
 
+def _weight_gradient(weight: Tensor, loss: Loss, rows: int, chunk: int) -> Tensor:
+    """Memory for it, to be written by the first chunk. A single product is not summed."""
+    dtype = torch.promote_types(weight.dtype, loss.dtype) if rows <= chunk else loss.wide
+    return weight.new_empty(weight.shape, dtype=dtype) if rows else weight.new_zeros(weight.shape)
+
+
+def _cast(weight: Tensor, dtype: torch.dtype, room: Tensor | None) -> Tensor:
+    """The weight in the dtype of the products; the copy may lie in ``room``, which is written after its
+    last use. Fresh memory of that size costs more than the copy."""
+    if weight.dtype == dtype or room is None or room.dtype.itemsize < dtype.itemsize:
+        return weight.to(dtype)
+    return room.view(dtype).flatten()[: weight.numel()].view(weight.shape).copy_(weight)
+
+
 def _log_softmax_(x: Tensor) -> None:
     """In place where each row is read before it is written, as on CPUs."""
     if x.device.type == "cpu":
@@ -223,11 +239,11 @@ class _Epilogue:
 class _Sums:
     """Adds each chunk's gradient of the logits into the gradients of what they are made of."""
 
-    def __init__(self, h: Tensor, w: Tensor, loss: Loss, chunk: int, needs: Sequence[bool]) -> None:
-        self.h, self.w, self.needs = h, w, needs
-        dtype = w.dtype if h.shape[0] <= chunk else loss.wide  # a single product is not summed
+    def __init__(
+        self, h: Tensor, w: Tensor, weight: Tensor | None, loss: Loss, needs: Sequence[bool]
+    ) -> None:
+        self.h, self.w, self.weight, self.needs = h, w, weight, needs
         self.hidden = torch.empty_like(h, dtype=loss.wide) if needs[0] else None
-        self.weight = (torch.empty_like if len(h) else torch.zeros_like)(w, dtype=dtype) if needs[1] else None
         self.bias = h.new_zeros(w.shape[0], dtype=loss.wide) if needs[2] else None
         self.tensors: list[Tensor] = []
 
@@ -242,7 +258,8 @@ class _Sums:
             self.bias += g.sum(0) if factor is None else factor @ g
 
     def add(self, part: slice, g: Tensor, factor: Tensor | None) -> None:
-        """Adds the rows of ``part``, whose gradient is ``factor * g``."""
+        """Adds the rows of ``part``, whose gradient is ``factor * g``. The weight's gradient comes last: the
+        weight's copy may lie in its memory."""
         if self.hidden is not None:
             out = self.hidden[part]
             torch.mm(g, self.w, out=out) if g.dtype == out.dtype else out.copy_(g @ self.w)
@@ -284,8 +301,9 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool, unit: Ten
     elif unit is None and total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
     else:
-        for part in _slices(total.shape[0], 4096):  # the product of a few rows is still in the cache
-            product = torch.mm(a[part], b)
+        buffer = a.new_empty(min(4096, len(total)), b.shape[1])
+        for part in _slices(len(total), 4096):  # the product of a few rows is still in the cache
+            product = torch.mm(a[part], b, out=buffer[: len(total[part])])
             product = product if unit is None else product.to(unit.dtype) / unit
             total[part].copy_(product) if first else total[part].add_(product)
 
