@@ -172,7 +172,7 @@ class Report:
         c = self.counters
         sentences = self.tuning.sentences(self._kept, any(row.reason == "undone" for row in self.rows))
         sentences.append(f"{c.steps} optimizer steps over {c.micro_batches} batches.")
-        if not self.proved:
+        if not self.proved and self.tuning.state in ("not measured", "waiting"):
             sentences.append("Not yet proved on a batch: that happens in the first step.")
         if c.nonfinite:
             sentences.append(

@@ -241,7 +241,7 @@ class TrainingStep:
                     self._before_forward(precision), with_kwargs=True
                 )
                 hooks.callback(before.remove)
-            if not self._patches.proved:
+            if not self._patches.proved or self.tuning:
                 hooks.callback(self.model.register_forward_hook(self._after_forward).remove)
             try:
                 yield

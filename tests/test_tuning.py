@@ -509,3 +509,24 @@ def test_evaluation_in_between_changes_nothing(monkeypatch, time):
             model(batch(0)[0])
         model.train()
     assert step.report["good"].before_ms == pytest.approx(2000)
+
+
+def test_a_backward_through_the_backward_is_noticed_before_it_could_fail(monkeypatch, time):
+    """A gradient penalty: what could not take it is given up before it is ever introduced."""
+
+    def first_order(context):
+        return takes("0", 0.4, blames=lambda error: True, pays=lambda seconds: None, encloses=True)(context)
+
+    register(monkeypatch, first_order=Entry(first_order, order=90))
+    model = net(time)
+    step = autofuse.optimize(model, only=["first_order"], precision="fp32")
+    for number in range(20):
+        x, y = batch(number)
+        x.requires_grad_()
+        with step.autocast():
+            loss = nn.functional.mse_loss(model(x), y)
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        step.backward(loss + gradient.square().sum())
+        step.update()
+        assert model[0].seconds == 1.0
+    assert "create_graph" in step.report["first_order"].reason and not step.tuning
