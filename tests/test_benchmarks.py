@@ -106,7 +106,7 @@ def test_batches_have_the_labels_the_padding_and_the_images_that_they_promise() 
     assert lengths.min() >= 20 and lengths.max() <= 120
     assert WORKLOADS["t5"].batches(1)[0]["labels"].shape == (8, 64)
     images = WORKLOADS["vit"].batches(1)[0]["pixel_values"]
-    assert images.shape == (32, 3, 64, 64) and images.min() == -1 and images.max() <= 1.1
+    assert images.shape == (64, 3, 64, 64) and images.min() == -1 and images.max() <= 1.1
 
 
 def test_the_hand_written_optimizer_is_tuned_to_one_of_the_same_steps() -> None:
@@ -156,15 +156,15 @@ def test_a_workload_whose_packages_are_missing_says_so() -> None:
 # --- candidates and the race -------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes of the candidates
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compiled code that all tests here share: compiling takes long."""
     return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes of the candidates
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -178,10 +178,10 @@ def test_each_candidate_trains(name: str, cache: str) -> None:
     assert all(map(isfinite, runner.losses)) and runner.setup > 0
 
 
-def test_all_ways_train_alike_on_a_net_with_its_own_forward() -> None:
+def test_all_ways_train_alike_on_a_net_with_its_own_forward(cache: str) -> None:
     workload = tiny(WORKLOADS["legacy"])
     eagerly = [replace(candidate, compiled=False) for candidate in named("accelerate-fp32,trainer")]
-    runners = race(workload, [*named("eager,fused,autofuse-fp32"), *eagerly], steps=1)
+    runners = race(workload, [*named("eager,fused,autofuse-fp32"), *eagerly], steps=1, cache=cache)
     result = results(workload, runners)
     for row in result["candidates"]:
         assert row["failure"] is None
@@ -192,10 +192,10 @@ def test_all_ways_train_alike_on_a_net_with_its_own_forward() -> None:
             assert row["loss_difference"] < 1e-4
 
 
-def test_candidates_race_and_their_figures_and_failures_are_shown() -> None:
+def test_candidates_race_and_their_figures_and_failures_are_shown(cache: str) -> None:
     broken = Candidate("broken", "broken", "autofuse", "fp64")  # type: ignore[arg-type]
     absent = Candidate("absent", "absent", "accelerate", needs=("no_such_package",))
-    runners = race(GPT2, [*named("eager,fused,autofuse-fp32"), broken, absent], steps=3)
+    runners = race(GPT2, [*named("eager,fused,autofuse-fp32"), broken, absent], steps=3, cache=cache)
     result = results(GPT2, runners, Floor(10**6, {"fp32": 100.0}))
     assert result["best_hand_tuned"] == "fused"
     *good, bad, missing = result["candidates"]
@@ -306,10 +306,10 @@ def test_a_floor_that_cannot_be_found_is_a_reason() -> None:
     assert isinstance(found, str) and "no_such_package" in found
 
 
-def test_the_memory_of_a_step_is_that_of_its_gradients_and_others() -> None:
+def test_the_memory_of_a_step_is_that_of_its_gradients_and_others(cache: str) -> None:
     workload = tiny(BIG_VOCABULARY)
     gradients = sum(p.numel() * p.element_size() for p in workload.make(1).model.parameters())
-    result = memory(workload)
+    result = memory(workload, cache)
     for peak in result["peaks"].values():
         assert peak["peak"] >= gradients and 0 < peak["others"] <= peak["peak"]
     assert len(list(memory_goals(result))) == 2

@@ -389,7 +389,7 @@ _VIT = Transformers(
         "patch_size": 8,
         "num_labels": 10,
     },
-    rows=32,
+    rows=64,
     digits=64,
 )
 
