@@ -7,6 +7,7 @@ from dataclasses import replace
 from io import StringIO
 from math import inf, isfinite, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from autofuse.bench.candidates import CANDIDATES, Candidate, named
+from autofuse.bench.candidates import CANDIDATES, Candidate, Job, named
 from autofuse.bench.figures import (
     Goal,
     goals,
@@ -27,7 +28,7 @@ from autofuse.bench.figures import (
 from autofuse.bench.floor import Floor, count_flops, floor_of
 from autofuse.bench.race import Runner, best, race
 from autofuse.bench.tables import plot, save_plot, show, show_memory
-from autofuse.bench.turns import Turn
+from autofuse.bench.turns import Ask, Finished, Turn, Turns
 from autofuse.bench.workloads import (
     BIG_VOCABULARY,
     WORKLOADS,
@@ -221,6 +222,50 @@ def test_who_has_no_time_left_does_not_start() -> None:
         runner.failure for runner in runners
     )
     assert runners[1].failure == "no time was left for it"
+
+
+class Tuner:
+    """Stands for a training step whose tuning is done after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.tensor(1.0)
+
+    @property
+    def report(self) -> Any:
+        state = "measuring" if self.left > 0 else "done"
+        return SimpleNamespace(tuning=SimpleNamespace(state=state), to_dict=lambda: {"rows": []})
+
+
+class Pipe:
+    """The parent's side, told beforehand what it asks."""
+
+    def __init__(self, *asks: Ask) -> None:
+        self.asks, self.sent = list(asks), []  # type: ignore[var-annotated]
+
+    def recv(self) -> Ask:
+        return self.asks.pop(0)
+
+    def send(self, answer: Any) -> None:
+        self.sent.append(answer)
+
+
+@pytest.mark.parametrize(("most", "steps", "settled"), [(150, 9, True), (5, 5, False)])
+def test_autofuse_warms_up_until_it_has_tuned(
+    most: int, steps: int, settled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autofuse.optimize", lambda *args, **options: Tuner(9))
+    pipe = Pipe(Ask(3, most), Ask(1), Ask(0))
+    turns = Turns(pipe, "cpu")  # type: ignore[arg-type]
+    made = TOY.make(1)
+    with pytest.raises(Finished):
+        CANDIDATES["autofuse"].train(Job(TOY, *made, torch.device("cpu"), turns))
+    setup, warm_up, turn, report = pipe.sent
+    assert setup >= 0 and report == {"rows": []}
+    assert (len(warm_up.seconds), warm_up.settled, len(turn.seconds)) == (steps, settled, 1)
 
 
 def runner(name: str, *rounds: float, failure: str | None = None) -> Runner:

@@ -183,12 +183,12 @@ def _by_autofuse(candidate: Candidate, job: Job) -> None:
         steps=RUN,
     )
 
-    def state() -> str | None:
-        """What the tuner is doing; None where there is none."""
-        return getattr(getattr(step.report, "tuning", None), "state", None)
+    def settled() -> bool:
+        tuning = getattr(step.report, "tuning", None)
+        return getattr(tuning, "state", "done") in ("done", "not measured")
 
-    job.turns.settled = lambda: state() in (None, "done")
-    job.turns.report = lambda: {"rows": step.report.to_dict()["rows"], "tuning": state()}
+    job.turns.settled = settled
+    job.turns.report = lambda: step.report.to_dict()
     _loop(job, step)
 
 
