@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-one lint bench clean
+.PHONY: help setup demo test test-one lint bench bench-train bench-gpu clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -44,6 +44,13 @@ lint: $(READY)  ## ruff and mypy
 bench: $(READY)  ## what autofuse itself costs
 	$(BIN)/python -m benchmarks.overhead
 
+bench-train: $(READY)  ## a step by autofuse, by hand and by other libraries, on all models (long); ARGS="--models gpt2"
+	mkdir -p bench-output
+	$(BIN)/python -m benchmarks.train_step --memory --json bench-output/train.json --plot bench-output/train.png $(ARGS)
+
+bench-gpu: $(READY)  ## everything that only a CUDA machine can tell (8 minutes)
+	$(BIN)/python -m benchmarks.gpu --out bench-output/gpu $(ARGS)
+
 clean:  ## remove what was made here, .venv too
-	rm -rf $(VENV) build demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build demo-output bench-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

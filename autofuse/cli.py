@@ -1,4 +1,5 @@
-"""The command line: ``autofuse doctor`` says what this machine can do and what autofuse would choose."""
+"""The command line: ``autofuse doctor`` says what this machine can do and what autofuse would choose,
+``autofuse bench`` what a training step costs with it and without."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autofuse.bench.command import add_options, run
+from autofuse.bench.workloads import WORKLOADS, resolve
 from autofuse.hardware import Hardware
 from autofuse.providers import PROVIDERS
 
@@ -46,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autofuse", description="Makes PyTorch training loops faster.")
     commands = parser.add_subparsers(dest="command", metavar="command")
     _add_doctor(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -185,6 +189,27 @@ def _providers_table(hardware: Hardware, notes: dict[str, str]) -> Table:
         version = PROVIDERS[name].version if hardware.measured and name != "inductor" else None
         _row(table, name, "no" if reason else "yes", version or "", reason or notes.get(name, ""))
     return table
+
+
+# --- bench -------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench", help="a training step by autofuse, by hand and by other libraries, side by side"
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(WORKLOADS)}; or package.module:function that returns (model, batches) or "
+        "(model, optimizer, batches); or a folder with a transformers config.json",
+    )
+    add_options(parser)
+    parser.set_defaults(run=_run_bench)
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    return run({arguments.model: resolve(arguments.model)}, arguments)
 
 
 if __name__ == "__main__":

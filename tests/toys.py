@@ -1,0 +1,35 @@
+"""A model so small that compiling it takes seconds, as a user gives it to the benchmark."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["broken", "classifier", "with_optimizer"]
+
+
+class Classifier(nn.Module):
+    """Tokens -> a class for each, with the loss among the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(64, 16), nn.LayerNorm(16), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.norm(self.embedding(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def classifier() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(0, 64, (4, 8), generator=generator) for _ in range(2)]
+    return Classifier(), [{"input_ids": tokens, "labels": tokens.flip(1)} for tokens in made]
+
+
+def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, Tensor]]]:
+    model, batches = classifier()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), batches
+
+
+def broken() -> nn.Module:
+    return classifier()[0]
