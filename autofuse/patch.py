@@ -166,6 +166,7 @@ class Patch:
         fallback: another form of the same change, tried where this one fails its proof.
         upgrade: a dearer form of the same change, asked for with the seconds of a step once this
             one is kept; it returns a `Rejected` where it would not pay.
+        idle: whether it has had nothing to do so far, so that nothing about it could be timed.
         in_modules: the change is one of many small ones inside modules. Each may win alone and
             lose inside a compiled region, so that it is tried without once one is there.
         encloses: the change runs modules as one (compile): those inside are tried again after it.
@@ -187,6 +188,7 @@ class Patch:
         pays: Callable[[float], Rejected | None] | None = None,
         fallback: Callable[[], Patch | Rejected] | None = None,
         upgrade: Callable[[float], Patch | Rejected] | None = None,
+        idle: Callable[[], bool] | None = None,
         in_modules: bool = False,
         encloses: bool = False,
     ) -> None:
@@ -203,6 +205,7 @@ class Patch:
         self.pays = pays
         self.fallback = fallback
         self.upgrade = upgrade
+        self.idle = idle
         self.in_modules = in_modules
         self.encloses = encloses
         self._change = change
@@ -356,8 +359,13 @@ class _Swapped:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if not name.startswith("_") and name not in self._autofuse_live:
-            self.__class__ = self._autofuse_original
+        if name.startswith("_") or name in self._autofuse_live:
+            return
+        cls, original = type(self), self._autofuse_original
+        if "_autofuse_original" in vars(cls):
+            self.__class__ = original
+        else:  # somebody's own subclass, made on top (a parametrization): it stays, on the original
+            cls.__bases__ = tuple(original if issubclass(base, _Swapped) else base for base in cls.__bases__)
 
 
 def _as(obj: Any, cls: Any) -> Any:

@@ -165,6 +165,10 @@ class Tuner:
         if self._overspent():
             self._drop(patch, "not tried: tuning has spent its budget")
             return
+        if patch.idle is not None and self._agreement.of_first(patch.idle()):
+            patches.keep([patch])
+            patch.reason += " (not timed: no batch so far had anything for it)"
+            return
         states = patch.undo, lambda: patches.apply_or_reject(patch)
         trial = Trial(patch.worth)
         helps = yield from self._try(trial, states, patch)

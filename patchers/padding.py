@@ -86,7 +86,7 @@ def find(context: Context) -> Patch | Rejected:
         transaction.set_attribute(settings, "shrink", shrinker)
 
     reason = "work on padding is left out; each kind of it is proved when it first occurs"
-    patch = Patch(sites, change, reason=reason, timed=True, step_only=True)
+    patch = Patch(sites, change, reason=reason, timed=True, step_only=True, idle=lambda: not shrinker.used)
     shrinker = _Shrinker(context, patch, encoder_decoder)
     return patch
 
@@ -139,6 +139,7 @@ class _Shrinker:
     """What `Settings.shrink` is set to: batch -> (smaller batch, context of the model's call, restore)."""
 
     def __init__(self, context: Context, patch: Patch, encoder_decoder: bool) -> None:
+        self.used = False
         model = context.model
         self._reference = weakref.ref(model)  # a transaction holds the settings, and must not hold the model
         self._settings, self._patch, self._encoder_decoder = context.settings, patch, encoder_decoder
@@ -167,6 +168,7 @@ class _Shrinker:
                 if change is not None:
                     batch = change.after
                     changes.append((self._key(name, change), change))
+                    self.used = True
                     inside = change.inside(self._model)
         options = {} if batch.get("use_cache") is None else {"use_cache": batch["use_cache"]}
 

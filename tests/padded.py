@@ -45,10 +45,11 @@ def padded(kind, side="right", lengths=LENGTHS, width=WIDTH, seed=3):
 class Watched:
     """A plain model and the same one in an optimized step, which notes the batches it is called with."""
 
-    def __init__(self, model, **options):
+    def __init__(self, model, *, timed=False, **options):
         self.plain, self.fast, self.seen = model(), model(), []
         options = {"precision": "fp32", "compile": False, "only": ["padding"], "measure": False, **options}
-        self.step = autofuse.optimize(self.fast, None, **{"measure": False, **options})
+        self.step = autofuse.optimize(self.fast, None, **options)
+        self.step._patches.get("padding").timed = timed  # as it is where the tuner is at work
         self.fast.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module, args, kwargs):

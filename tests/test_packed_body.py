@@ -159,7 +159,7 @@ def test_what_cannot_be_packed_says_why(pool, why, blocks):
 
 
 def test_rows_stay_apart_where_it_is_not_faster(blocks):
-    watched = Watched(lambda: Pooled("first", nap=0.1), measure=True)
+    watched = Watched(lambda: Pooled("first", nap=0.1), timed=True)
     shapes = blocks(watched.fast)
     watched(padded("classes", width=32))
     assert shapes[-1] == (6, 32) and "does not pay" in watched.reason("body")

@@ -296,7 +296,7 @@ def test_rows_stay_apart_where_it_is_not_faster():
     def slow_when_packed(module, args, kwargs):
         time.sleep(0.2 * (len(kwargs["input_ids"]) < 6))
 
-    watched = Watched(of("gpt2"), measure=True)
+    watched = Watched(of("gpt2"), timed=True)
     watched.fast.register_forward_pre_hook(slow_when_packed, with_kwargs=True)
     watched(padded("causal"))
     assert watched.shape == (6, 32) and "does not pay" in watched.reason("rows")

@@ -226,3 +226,27 @@ def test_a_norm_that_is_shared_and_a_weight_that_is_shared():
         assert close(step(inputs, targets).item(), loss.item())
     assert fast.first is fast.second and fast.first.weight is fast.third.weight
     assert len(step.report["norms"].accepted) == 2
+
+
+def test_a_parametrization_on_a_swapped_norm_touches_no_shared_class():
+    """It makes a subclass on top of the module's class, and puts a property there."""
+    from torch.nn.utils import parametrize
+
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    models = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    import autofuse
+
+    step = autofuse.optimize(models[1], loss_fn=nn.functional.mse_loss, precision="fp32", measure=False)
+    x, y = torch.randn(4, 8), torch.randn(4, 1)
+    step(x, y)
+    assert "Fused" in type(models[1][0]).__name__
+    for model in models:
+        parametrize.register_parametrization(model[0], "weight", Twice())
+    assert "weight" not in vars(nn.LayerNorm)
+    assert close(step(x, y).item(), nn.functional.mse_loss(models[0](x), y).item())
+    parametrize.remove_parametrizations(models[1][0], "weight")
+    assert type(models[1][0]) is nn.LayerNorm

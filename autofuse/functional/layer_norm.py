@@ -58,8 +58,12 @@ def _torch(
     dtype: torch.dtype,
 ) -> Tensor:
     input = at_least(input, dtype)
-    # The native kernel keeps its statistics in float32 and takes float32 parameters beside a
-    # narrower input on the CPU alone; elsewhere, and for a wider input, they must match the input.
+    # The CPU's kernel adds up the parameters' gradients in the input's dtype: at 8,192 rows of bfloat16
+    # they are 7% off. In float32 they are right, and autocast would have computed there anyway.
+    if input.device.type == "cpu":
+        input = at_least(input, torch.float32)
+    # The native kernel takes float32 parameters beside a narrower input on the CPU alone; elsewhere,
+    # and for a wider input, they must match the input.
     if not (input.device.type == "cpu" and _is(weight, torch.float32) and _is(bias, torch.float32)):
         weight = weight if weight is None else weight.to(input.dtype)
         bias = bias if bias is None else bias.to(input.dtype)
