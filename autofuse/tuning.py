@@ -18,7 +18,7 @@ from torch import Tensor
 from autofuse.clock import Sample, StepClock
 from autofuse.distributed import Agreement
 from autofuse.patch import Patch, Rejected
-from autofuse.patches import Patches
+from autofuse.patches import Patches, first_line
 from autofuse.progress import Progress
 from autofuse.report import Tuning
 from autofuse.trial import Trial
@@ -125,6 +125,9 @@ class Tuner:
             self.due = self._script.send(sample)
         except StopIteration:
             self._finish()
+        except Exception as error:  # not in the user's loop, whatever it is
+            self.tuning.notes.append(f"Tuning ended early: {first_line(error)}")
+            self.stop("tuning ended early")
 
     def _finish(self) -> None:
         self.tuning.state, self.due = "done", None
@@ -247,7 +250,7 @@ class Tuner:
         tuning, patches = self.tuning, self._patches
         kept = [p for p in patches if p.name in patches.kept]
         tuning.final_ms = tuning.baseline_ms
-        if not kept:
+        if all(patches.row(p).gain is None for p in kept):
             return
         if len(kept) == 1 and kept[0].name in self._trials:
             self._sum_up(self._trials[kept[0].name])

@@ -392,6 +392,26 @@ def test_a_second_call_takes_over(monkeypatch, time):
     assert second.report["good"].status == "kept" and model[0].seconds == 0.4 and third is not second
 
 
+def test_a_fault_of_the_tuner_is_not_the_users(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4), other=takes("1", 0.4))
+    model = net(time)
+    step = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good", "other"], precision="fp32")
+    monkeypatch.setattr("autofuse.trial.Trial.estimate", lambda self, **_: 1 / 0)
+    for number in range(20):
+        step(*batch(number))
+    assert not step.tuning and "Tuning ended early: ZeroDivisionError" in str(step.report)
+    assert [layer.seconds for layer in model[:2]] == [1.0, 1.0]
+
+
+def test_what_had_nothing_to_do_is_not_timed(monkeypatch, time):
+    register(monkeypatch, idle=takes("0", 1.5, idle=lambda: True))
+    model = net(time)
+    step, losses = tune(model, names=["idle"])
+    row = step.report["idle"]
+    assert row.status == "kept" and "not timed" in row.reason and row.gain is None and len(losses) <= 4
+    assert step.report.tuning.final_ms == step.report.tuning.baseline_ms
+
+
 # --- again ---------------------------------------------------------------------------------------
 
 
