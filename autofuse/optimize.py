@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autofuse.arguments import check_choices, check_model, loop_of, names_of, optimizers_of, plan_of
 from autofuse.hardware import Hardware
-from autofuse.patch import Context, Settings, Transaction
+from autofuse.patch import Context, Settings, Transaction, given_up
 from autofuse.plan import Plan, make_plan
 from autofuse.step import TrainingStep
 
@@ -116,14 +116,16 @@ def optimize(
     if saved is not None and precision == "auto":
         precision = saved.precision
     done = _done_with(model, precision)
+    for earlier in [step for each in _done[model] for step in each.steps]:
+        earlier.stop_tuning("a later call of optimize took over")
+    for module in model.modules():
+        given_up.discard(module)  # it is looked at anew
     context = Context(model, optimizers, _hardware(model), precision, compile, steps, done.settings)
     made = make_plan(context, only=names_of(only, "only"), skip=names_of(skip, "skip") or (), saved=saved)
     tune = measure and saved is None
     if not tune:
         for patch in made.patches.values():
             patch.timed = False
-    for earlier in [step for each in _done[model] for step in each.steps]:
-        earlier.stop_tuning("a later call of optimize took over")
     journal: list[Transaction] = []
     done.journals.append(journal)
     reference = weakref.ref(model)
@@ -179,12 +181,16 @@ def undo(model: nn.Module) -> None:
 
 
 def _undo(model: nn.Module | None) -> None:
-    if model is None:
-        return
-    for journal in reversed([journal for done in _done.pop(model, []) for journal in done.journals]):
+    everything = [] if model is None else _done.pop(model, [])
+    steps = [step for done in everything for step in done.steps]
+    for step in steps:
+        step.stop_tuning("undone")
+    for journal in reversed([journal for done in everything for journal in done.journals]):
         for transaction in reversed(journal):
             if transaction.open:
                 transaction.rollback()
+    for step in steps:
+        step.undone()
 
 
 def _done_with(model: nn.Module, precision: str) -> _Done:

@@ -38,6 +38,9 @@ __all__ = [
 
 _MISSING = object()
 
+# Modules whose recognition no longer holds: a patch that is applied again leaves them alone.
+given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -122,6 +125,8 @@ class Transaction:
             self.on_undo(lambda: mapping.__setitem__(key, before))
 
     def set_class(self, obj: Any, cls: type) -> None:
+        if isinstance(obj, nn.Module) and obj in given_up:
+            return
         before = type(obj)
         obj.__class__ = cls
 
@@ -361,6 +366,8 @@ class _Swapped:
         super().__setattr__(name, value)
         if name.startswith("_") or name in self._autofuse_live:
             return
+        if isinstance(self, nn.Module):
+            given_up.add(self)
         cls, original = type(self), self._autofuse_original
         if "_autofuse_original" in vars(cls):
             self.__class__ = original

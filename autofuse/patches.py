@@ -54,6 +54,7 @@ class Patches:
         self._plan, self._model, self._optimizers, self._others = plan, model, optimizers, others
         self._settings, self._journal = settings, journal
         self.proved = self._begun = self.asked = False
+        self._shown_nothing = self._rest = 0
         self.moving: tuple[Tensor, ...] = ()
         first = next(model.parameters(), None)
         self._kind = "cpu" if first is None else first.device.type
@@ -133,9 +134,11 @@ class Patches:
             patch.reject(reason)
             self.kept.discard(patch.name)
 
-    def blame(self, error: Exception) -> None:
+    def blame(self, error: BaseException) -> None:
         """Take back the patch that broke the caller's own code, which cannot be done again here."""
         for patch in self.first_order:
+            if not isinstance(error, Exception):
+                return
             if patch.applied and patch.blames is not None and patch.blames(error):
                 self.give_up([patch], f"it failed: {first_line(error)}")
                 error.add_note(f"autofuse has undone {patch.name}: the same batch will run without it")
@@ -187,16 +190,25 @@ class Patches:
             self.rule, self.moving = watch.rule(reference.loss, batch), reference.moved
             if patches:
                 if not self._agreement.all(reference.says_something):
+                    self._shown_nothing += 1
+                    self._rest = 2**self._shown_nothing
                     return
                 prover.prove([patch for patch in patches if patch not in without], reference)
         except Unprovable as reason:
             self.give_up(patches, f"it cannot be proved: {reason}")
-        except Exception:
+        except BaseException:
+            for patch in reversed(self.active):
+                patch.undo()
             for patch in applied:
                 self.apply_or_reject(patch)
             raise
         self._after_proof(prover, applied, due)
         self.proved, self._begun = not without, True
+
+    def rests(self) -> bool:
+        """Whether to leave this batch alone, since the last ones have shown nothing; longer each time."""
+        self._rest = max(self._rest - 1, 0)
+        return self._rest > 0
 
     def _after_proof(self, prover: Prover, applied: Sequence[Patch], due: Sequence[Patch] | None) -> None:
         """What was proved for a tuner is taken back: the tuner introduces it."""

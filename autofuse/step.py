@@ -121,16 +121,21 @@ class TrainingStep:
                 loss, outputs = self._forward_backward(batch)
             except Exception as error:
                 loss, outputs = self._without_failing_patch(error)
+            except BaseException:
+                self._begin_anew()
+                raise
             given = materialize(outputs()) if self._wants_outputs else None  # before the weights change
             self.update()
         return (loss, given) if self._wants_outputs else loss
 
     @property
     def _wants_proof(self) -> bool:
-        """Whether the next batch is one to prove patches on."""
+        """Whether this batch is one to prove patches on."""
         if self.tuning:
-            return self._tuner is not None and self._tuner.due is not None and not self._window.weights
-        return not self._patches.proved
+            waits = self._tuner is not None and self._tuner.due is not None and not self._window.weights
+        else:
+            waits = not self._patches.proved
+        return waits and not self._patches.rests()
 
     def _prove(self, batch: tuple[Any, ...]) -> None:
         own = fresh(batch, detached=True)
@@ -211,6 +216,13 @@ class TrainingStep:
             self._stepping.zero_grad(self.optimizers)
             self._window = Window()
 
+    def _begin_anew(self) -> None:
+        """After an interrupt: the gradients may be those of half a backward."""
+        self._counters.micro_batches -= len(self._window.weights)
+        self._stepping.zero_grad(self.optimizers)
+        self._window = Window()
+        self.clock.reset()
+
     def _replay(self) -> tuple[Tensor, Callable[[], Any]]:
         """The last micro-batch again with its random numbers; if gradients of it may be there already,
         the whole window again, from no gradient."""
@@ -245,7 +257,7 @@ class TrainingStep:
                 hooks.callback(self.model.register_forward_hook(self._after_forward).remove)
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:
                 self.clock.stop()
                 self._patches.blame(error)
                 raise
@@ -325,6 +337,9 @@ class TrainingStep:
                     if not self._window.weights:
                         self._stepping.zero_grad(self.optimizers)
                 raise
+            except BaseException:
+                self._begin_anew()
+                raise
         self._window.finite.append(finite)
         self.clock.stop()
 
@@ -395,7 +410,8 @@ class TrainingStep:
             # Of one micro-batch a step, several backwards before an update add up, as in PyTorch.
             whole = window.reference * self._loop.accumulate
             factor = whole / sum(window.weights) if self._loop.accumulate > 1 else 1.0
-            stepped = self._stepping.step(optimizers, factor, finite=not bad)
+            finite = self.agreement.all_finite(not bad, self._device)  # gradients are added up over ranks
+            stepped = self._stepping.step(optimizers, factor, finite=finite)
         self._stepping.zero_grad(optimizers)
         key = [i for i, o in enumerate(self.optimizers) if any(o is own for own in optimizers)]
         self.clock.step_done(
@@ -457,8 +473,10 @@ class TrainingStep:
 
     def undo(self) -> None:
         """Restore every class, attribute, flag and backend setting; the step goes on as a plain one."""
-        self.stop_tuning("undone")
         self._undo()
+
+    def undone(self) -> None:
+        """Everything is taken back: go on as a plain step."""
         self._patches.give_up(list(self._patches), "undone")
         self._patches.proved = True
 

@@ -100,7 +100,7 @@ class Trial:
 
     def why_not(self) -> str:
         """Why the change is not worth it, in words."""
-        if min(self.count(0), self.count(1)) < 2:
+        if not self.measured:
             return "its steps never settled, so that it could not be timed"
         found, steps = self.estimate(), len(self.samples)
         if found.high < 0:
@@ -111,6 +111,11 @@ class Trial:
         return f"{least}: {found} in {steps} steps"
 
     @property
+    def measured(self) -> bool:
+        """Whether there is anything to conclude from."""
+        return min(self.count(0), self.count(1)) >= 2
+
+    @property
     def exhausted(self) -> bool:
         """Whether the budget of the trial is spent."""
         mean = sum(s.seconds for *_, s in self.samples) / max(len(self.samples), 1)
@@ -119,7 +124,7 @@ class Trial:
 
     def verdict(self) -> bool | None:
         """True: it helps. False: it does not, or not enough to be seen. None: go on measuring."""
-        if min(self.count(0), self.count(1)) < 2:
+        if not self.measured:
             return None
         found = self.estimate(sure=True)
         if found.low > self.worth:

@@ -67,6 +67,7 @@ class Tuner:
         self._recent: list[Sample] = []
         self._trials: dict[str, Trial] = {}
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
+        self._tokens, self._per_token = 0, 0.0  # of all steps; seconds of the loop as it was
         self._script = self._tune()
         clock.listen(self._sample)
         self._go_on(None)
@@ -107,18 +108,24 @@ class Tuner:
         tuning.state = "measuring"
         tuning.steps += 1
         tuning.seconds += sample.seconds
+        self._tokens += max(sample.tokens, 1)
         if sample.one_off:
             self._uncounted += sample.seconds
         if self.due is None:
             self._go_on(sample)
-        if tuning.baseline_ms is not None:
-            tuning.extra_seconds = tuning.seconds - tuning.steps * tuning.baseline_ms / 1e3
+        if self._per_token:
+            tuning.extra_seconds = tuning.seconds - self._tokens * self._per_token
 
     def stop(self, reason: str) -> None:
         """Decide nothing more: what is kept stays, the rest is given up."""
-        if self.active:
-            self._patches.give_up(self._undecided(), reason)
-            self._finish()
+        if not self.active:
+            return
+        self._script.close()
+        patches = self._patches
+        patches.give_up(self._undecided(), reason)
+        patches.apply_all([p for p in patches if p.name in patches.kept])
+        self.tuning.notes.append(f"Tuning was stopped: {reason}.")
+        self._finish()
 
     def _go_on(self, sample: Sample | None) -> None:
         try:
@@ -126,8 +133,7 @@ class Tuner:
         except StopIteration:
             self._finish()
         except Exception as error:  # not in the user's loop, whatever it is
-            self.tuning.notes.append(f"Tuning ended early: {first_line(error)}")
-            self.stop("tuning ended early")
+            self.stop(f"tuning ended early ({first_line(error)})")
 
     def _finish(self) -> None:
         self.tuning.state, self.due = "done", None
@@ -144,7 +150,8 @@ class Tuner:
         patches.keep([p for p in precision if p.forced])
         yield None  # the first step makes the optimizer's state, and whatever else is made once
         yield from self._collect(2)
-        self.tuning.baseline_ms = 1e3 * sum(s.seconds for s in self._recent) / len(self._recent)
+        self.tuning.baseline_ms = 1e3 * self._seconds()
+        self._per_token = sum(s.seconds for s in self._recent) / sum(max(s.tokens, 1) for s in self._recent)
         for patch in precision:
             yield from self._introduce(patch)
         exact = [p for p in self._undecided() if p.pays is None and not p.encloses]
@@ -176,7 +183,8 @@ class Tuner:
         trial = Trial(patch.worth)
         helps = yield from self._try(trial, states, patch)
         if patch.accepted:
-            patches.record(patch, trial)
+            if trial.measured:
+                patches.record(patch, trial)
             self._trials[patch.name] = trial
             self.tuning.order.append(patch.name)
             self._settle(trial, states, helps or patch.forced)
@@ -231,10 +239,14 @@ class Tuner:
             states = self._switching(better, patch), self._switching(patch, better)
             patch.undo()
             patches.replace(patch, better)
-            yield [better]
-            if better.accepted:
+            try:
+                yield [better]
+                if better.accepted:
+                    states[0]()
+                    helps = yield from self._try(trial, states, better)
+            except GeneratorExit:
                 states[0]()
-                helps = yield from self._try(trial, states, better)
+                raise
             self._settle(trial, states, helps)
             if not helps:
                 patch.reason += (
@@ -249,8 +261,8 @@ class Tuner:
         """All that is kept, at once, against the loop as it was: never slower is a promise."""
         tuning, patches = self.tuning, self._patches
         kept = [p for p in patches if p.name in patches.kept]
-        tuning.final_ms = tuning.baseline_ms
         if all(patches.row(p).gain is None for p in kept):
+            tuning.final_ms = tuning.baseline_ms
             return
         if len(kept) == 1 and kept[0].name in self._trials:
             self._sum_up(self._trials[kept[0].name])
@@ -258,6 +270,9 @@ class Tuner:
         trial = Trial()
         states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
         helps = yield from self._try(trial, states, None)
+        if not trial.measured:
+            patches.apply_all(kept)
+            return
         found = trial.estimate()
         stays = helps or found.gain > 0 or any(p.forced for p in kept)
         self._settle(trial, states, stays)
@@ -337,10 +352,10 @@ class Tuner:
 
     def _overspent(self) -> bool:
         tuning = self.tuning
-        if tuning.baseline_ms is None:
+        if not self._per_token:
             return False
-        baseline = tuning.baseline_ms / 1e3
-        return tuning.seconds - self._uncounted - tuning.steps * baseline > BUDGET * baseline
+        expected = self._tokens * self._per_token  # by the token: batches may get longer
+        return tuning.seconds - self._uncounted - expected > BUDGET * expected / max(tuning.steps, 1)
 
     def _applying(self, patch: Patch) -> State:
         return lambda: self._patches.apply_or_reject(patch)

@@ -96,9 +96,13 @@ def find(context: Context) -> Patch | Rejected:
 
 
 def _patch(modules: dict[str, nn.Module], forms: dict[str, Form], sites: Sequence[Site]) -> Patch:
+    seen = {path: _constants(module, forms[path]) for path, module in modules.items()}
+
     def change(transaction: Transaction, accepted: Sequence[Site]) -> None:
         for site in accepted:
             module = modules[site.path]
+            if _constants(module, forms[site.path]) != seen[site.path]:
+                continue  # it was set to compute something else since it was recognised
             transaction.set_class(module, _swapped(type(module), forms[site.path], str(site.provider)))
 
     def wider() -> Patch:
@@ -115,6 +119,13 @@ def _patch(modules: dict[str, nn.Module], forms: dict[str, Form], sites: Sequenc
         in_modules=True,
         fallback=wider if narrow else None,
     )
+
+
+def _constants(module: nn.Module, form: Form) -> dict[str, Any]:
+    """The attributes that the recognition took for constant, as far as they can be compared."""
+    simple = (bool, int, float, str, type(None))
+    live = (form.weight, form.bias, form.eps_attribute, "training")
+    return {k: v for k, v in vars(module).items() if isinstance(v, simple) and k[0] != "_" and k not in live}
 
 
 def _provider(form: Form, context: Context) -> str:

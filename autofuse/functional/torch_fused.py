@@ -25,6 +25,7 @@ __all__ = ["FusedFlags", "is_torch_optimizer", "prove", "refusal"]
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CAPTURABLE_DEVICES = ("cuda", "xpu", "hpu")
+_CHECKED = "_need_device_dtype_check_for_fused"
 _FLAGS = ("fused", "foreach")  # SGD prefers foreach where both are set
 
 
@@ -157,6 +158,8 @@ class FusedFlags:
     def apply(self, transaction: Transaction) -> None:
         optimizer = self.optimizer
         transaction.on_undo(self._restore)
+        if not hasattr(optimizer, _CHECKED):  # torch's fused step makes it
+            transaction.on_undo(lambda: vars(optimizer).pop(_CHECKED, None))
         for index, fused in enumerate(self.fused):
             if fused:
                 self._fuse(index)
