@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,12 +18,12 @@ from autofuse.distributed import Agreement
 from autofuse.integrations.logging import LogHandle, log_to
 from autofuse.lazy import materialize, settle
 from autofuse.patch import Patch, Settings, Transaction
-from autofuse.patches import Patches, first_line
+from autofuse.patches import Patches
 from autofuse.plan import Plan
 from autofuse.precision import step_autocast
 from autofuse.probe import modules_behind
 from autofuse.profile import Profile, profile
-from autofuse.proving import is_out_of_memory
+from autofuse.redoing import Redoing
 from autofuse.report import Counters, Report, Tuning
 from autofuse.stepping import Stepping
 from autofuse.tuning import Tuner
@@ -32,7 +32,7 @@ from autofuse.window import Loop, Moment, Window, is_finite
 __all__ = ["Loop", "TrainingStep"]
 
 
-class TrainingStep:
+class TrainingStep(Redoing):
     """One training step, as a call or in pieces. Made by `autofuse.optimize`.
 
     >>> import autofuse
@@ -75,13 +75,14 @@ class TrainingStep:
         self._patches = Patches(
             plan, model, self.optimizers, settings, journal, others, agreement=agreement, at_once=not tune
         )
-        self._counters, self._window = Counters(), Window()
-        self._stepping = Stepping(model, loop, settings, self._patches, self._counters)
+        self.counters, self._window = Counters(), Window()
+        self._stepping = Stepping(model, loop, settings, self._patches, self.counters)
         self._seen: Any = None  # what the model was called with inside autocast()
         self._busy = self._wants_outputs = self._redone = False
         if loop.loss_fn is not None or loop.forward is not None:
             idle = [patch for patch in self._patches if patch.step_only and patch.accepted]
             self._patches.give_up(idle, "it acts on batches that the model itself takes the loss of")
+        self._loaded = Tuning()
         self._tuner = Tuner(self._patches, agreement, self.clock, loop.steps) if tune else None
 
     @property
@@ -175,76 +176,12 @@ class TrainingStep:
         self.backward(loss)
         return loss.detach(), outputs
 
-    def _without_failing_patch(self, error: Exception) -> tuple[Tensor, Callable[[], Any]]:
-        """Do the window again with one patch less at a time; the user's own error comes out."""
-        self._redone = True
-        active = self._patches.active
-        if not active:
-            self._forget_last()
-            raise error
-        if is_out_of_memory(error):  # the traceback holds what the step had allocated
-            traceback.clear_frames(error.__traceback__)
-            torch.accelerator.empty_cache() if self._device.type != "cpu" else None
-        undone: list[Patch] = []
-        for patch in reversed(active):
-            patch.undo()
-            undone.append(patch)
-            try:
-                result = self._replay()
-            except Exception:
-                continue
-            for innocent in reversed(undone[:-1]):
-                self._patches.apply_or_reject(innocent)
-            reason = f"it failed in batch {self._counters.micro_batches}: {first_line(error)}"
-            self._patches.give_up([patch], reason)
-            return result
-        for patch in reversed(undone):  # it fails without any patch: the error is the user's own
-            self._patches.apply_or_reject(patch)
-        self._forget_last()
-        raise error
-
-    def _forget_last(self) -> None:
-        """Take the micro-batch that failed out of the window."""
-        window = self._window
-        window.replay.pop()
-        if not window.torn and len(window.weights) == len(window.replay):
-            return
-        if window.replay:
-            self._replay_all()
-        else:
-            self._counters.micro_batches -= len(window.weights)
-            self._stepping.zero_grad(self.optimizers)
-            self._window = Window()
-
-    def _begin_anew(self) -> None:
-        """After an interrupt: the gradients may be those of half a backward."""
-        self._counters.micro_batches -= len(self._window.weights)
-        self._stepping.zero_grad(self.optimizers)
-        self._window = Window()
-        self.clock.reset()
-
-    def _replay(self) -> tuple[Tensor, Callable[[], Any]]:
-        """The last micro-batch again with its random numbers; if gradients of it may be there already,
-        the whole window again, from no gradient."""
-        if self._window.torn or len(self._window.weights) != len(self._window.replay) - 1:
-            return self._replay_all()
-        return self._forward_backward(self._window.replay[-1].restore())
-
-    def _replay_all(self) -> tuple[Tensor, Callable[[], Any]]:
-        window = self._window
-        self._counters.micro_batches -= len(window.weights)
-        window.weights, window.finite = [], []
-        self._stepping.zero_grad(self.optimizers)
-        for moment in window.replay:
-            result = self._forward_backward(moment.restore())
-        return result
-
     # --- the step in pieces ----------------------------------------------------------------------
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The context of the forward. The first model call inside it is where the patches are proved."""
-        if self.model.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self.clock.start()
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
@@ -267,7 +204,7 @@ class TrainingStep:
             if self._busy:
                 return
             self._seen = kwargs
-            if torch.is_grad_enabled() and model.training:
+            if torch.is_grad_enabled():
                 if self._wants_proof:
                     self.clock.stop()
                     prove(args, kwargs)
@@ -293,7 +230,7 @@ class TrainingStep:
     def _too_early(self) -> list[Patch]:
         """The patches that wait for the first update: a backward of the caller's through a backward,
         which they could not take, cannot be done again here, but it shows itself in `_after_forward`."""
-        begun = self._counters.steps + self._counters.skipped
+        begun = self.counters.steps + self.counters.skipped
         return [] if begun else self._patches.first_order
 
     def _after_forward(self, model: nn.Module, args: Any, outputs: Any) -> None:
@@ -317,9 +254,14 @@ class TrainingStep:
         """The backward of one micro-batch's loss, scaled where fp16 needs it.
 
         The loss is the micro-batch's own: neither scaled nor divided by ``accumulate``.
+
+        Raises:
+            TypeError: ``loss`` is no tensor (a ``loss.item()``).
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward(loss) needs the loss as a tensor, not a {type(loss).__name__}")
         self.clock.start()
-        self._counters.micro_batches += 1
+        self.counters.micro_batches += 1
         weight = self._weight(loss)
         finite = is_finite(loss)
         self._window.weights.append(weight)
@@ -332,6 +274,7 @@ class TrainingStep:
                     (scaled if scaler is None else scaler.scale(scaled)).backward()
             except Exception as error:
                 if not self._window.replay:  # in pieces: the caller's forward cannot be done again here
+                    self.counters.micro_batches -= 1
                     self._patches.blame(error)
                     self._window.weights.pop()
                     if not self._window.weights:
@@ -366,6 +309,8 @@ class TrainingStep:
         """
         if optimizer is not None and self._loop.accumulate > 1 and len(self.optimizers) > 1:
             raise ValueError("update(optimizer) steps one of several optimizers: it needs accumulate=1")
+        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
+            raise ValueError(f"update() got a {type(optimizer).__name__} that optimize() was not given")
         if not self._window.weights:
             self._count_backward_of_the_callers()
         if len(self._window.weights) < self._loop.accumulate:
@@ -382,7 +327,7 @@ class TrainingStep:
                 "update() finds gradients that step.backward(loss) has not made: call it instead of "
                 "loss.backward(), since fp16 needs a scaled loss and accumulation a count"
             )
-        self._counters.micro_batches += 1
+        self.counters.micro_batches += 1
         self._window.weights, self._window.finite = [1], [lambda: True]
 
     def flush(self) -> bool:
@@ -392,7 +337,7 @@ class TrainingStep:
 
     def _take_step(self, optimizers: Sequence[Optimizer]) -> bool:
         asked = self._patches.asked or self._patches.proved
-        if not asked and self._counters.steps >= 2:  # a GAN's other optimizer may come first
+        if not asked and self.counters.steps >= 2:  # a GAN's other optimizer may come first
             reason = "it cannot be proved: the loop never calls the model itself inside step.autocast()"
             self._patches.give_up([p for p in self._patches if p.in_forward and p.accepted], reason)
             if self._tuner is not None:
@@ -402,9 +347,9 @@ class TrainingStep:
         counts = [f() or w == 0 for f, w in zip(window.finite, window.weights, strict=True)]
         bad = counts.count(False)
         if bad:
-            first = self._counters.micro_batches - len(counts) + counts.index(False) + 1
-            self._counters.nonfinite += bad
-            self._counters.first_nonfinite = self._counters.first_nonfinite or first
+            first = self.counters.micro_batches - len(counts) + counts.index(False) + 1
+            self.counters.nonfinite += bad
+            self.counters.first_nonfinite = self.counters.first_nonfinite or first
         stepped = False
         if any(window.weights):
             # Of one micro-batch a step, several backwards before an update add up, as in PyTorch.
@@ -457,9 +402,12 @@ class TrainingStep:
             rule = self._patches.rule
             how = "counts the same" if rule is None else f"weighs by its labels in {rule.path!r}"
             notes.append(f"Each of the {self._loop.accumulate} micro-batches of a step {how}.")
-        tuning = Tuning() if self._tuner is None else self._tuner.tuning
+        tuning = self._loaded if self._tuner is None else self._tuner.tuning
         proved = self._patches.proved and not self.tuning
-        return Report(plan.rows, plan.hardware, plan.model, self._counters, notes, proved, tuning)
+        rows = [copy.copy(row) for row in plan.rows]
+        return Report(
+            rows, plan.hardware, plan.model, copy.copy(self.counters), notes, proved, copy.deepcopy(tuning)
+        )
 
     def stop_tuning(self, reason: str = "tuning was stopped") -> None:
         """Keep what is decided for, leave the rest as it was, and measure no more."""
@@ -497,20 +445,22 @@ class TrainingStep:
         scaler = self._settings.scaler
         return {
             "scaler": None if scaler is None else scaler.state_dict(),
-            "counters": dict(vars(self._counters)),
+            "counters": dict(vars(self.counters)),
             "decisions": self._patches.decisions(),
             "proved": self._patches.proved and not self.tuning,
             "hardware": self.plan.hardware,
+            "tuning": self.report.tuning.to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run stopped; on the same hardware its decisions are taken over."""
         if self._settings.scaler is not None and state["scaler"] is not None:
             self._settings.scaler.load_state_dict(state["scaler"])
-        vars(self._counters).update(state["counters"])
+        vars(self.counters).update(state["counters"])
         if state["hardware"] == self.plan.hardware and state["proved"]:
             self._patches.take_over(state["decisions"])
-            self.stop_tuning("it was not decided")
+            self.stop_tuning("a state that was loaded has the decisions")
+            self._tuner, self._loaded = None, Tuning.from_dict(state.get("tuning", {}))
 
 
 def _nothing() -> None:

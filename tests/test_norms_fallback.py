@@ -68,7 +68,7 @@ def test_bert_rejects_the_first_form_and_proves_the_second():
     second.apply()
     error = compare(reference, run())
     assert error.within(own, BF16)
-    assert compare(unpatched, run()).largest <= 1e-6  # the very numbers
+    assert compare(unpatched, run()).loss <= 1e-6 and error.gradients <= 1.01 * own.gradients
     assert [site.path for site in second.sites] == [site.path for site in first.sites]
     assert {site.operation for site in second.accepted} == {"layer_norm (output as wide as before)"}
     assert {site.operation for site in first.accepted} == {"layer_norm"} and second.fallback is None

@@ -7,14 +7,44 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from doubles import forward_patcher, register
-from test_tuning import Slow, Time, batch, takes
 from test_wrappers import free_port
 from torch import nn
+from tuned import Slow, Time, batch, takes
 
 import autofuse
 import autofuse.clock
 
 STEPS = 60
+
+
+def nan_on_one_rank(rank, world, port, results):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"loss_fn": nn.functional.mse_loss, "precision": "fp32", "measure": False}
+    step = autofuse.optimize(model, optimizer, **options)
+    for number in range(10):
+        x, y = batch(10 * number + rank)
+        step(x * float("nan") if rank == 1 and number in (3, 7) else x, y)
+    results[rank] = (
+        step.counters.steps,
+        step.counters.skipped,
+        [p.detach().clone() for p in model.parameters()],
+    )
+    torch.distributed.destroy_process_group()
+
+
+def test_a_loss_that_is_nan_on_one_rank_reaches_no_weights():
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(nan_on_one_rank, (2, free_port(), results), nprocs=2)
+        first, second = results[0], results[1]
+    assert first[:2] == second[:2] == (8, 2)
+    for a, b in zip(first[2], second[2], strict=True):
+        assert torch.equal(a, b) and bool(a.isfinite().all())
 
 
 def in_process(rank, world, port, results):

@@ -28,7 +28,7 @@ class _Counting(TrainerCallback):
         self._step.clock.stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step.report.counters.steps += 1
+        self._step.counters.steps += 1
         self._step.clock.step_done()
 
 
@@ -78,6 +78,10 @@ def optimize_trainer(
     if trainer.optimizer is None and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         trainer.create_optimizer()
     step = optimize(trainer.model, trainer.optimizer, precision=precision, **options)
+    asked = "bf16=True" if arguments.bf16 else "fp16=True" if arguments.fp16 else None
+    for row in step.plan.rows if asked else ():
+        if row.name in ("tf32", "precision") and row.status == "rejected":
+            row.reason = f"the Trainer's own: {asked} is among its arguments"
     step.agreement.several = arguments.world_size > 1  # it wraps the model itself, later
     step.attach(lambda transaction: _wrap(trainer, step, transaction))
     return step
@@ -102,7 +106,7 @@ def _wrap(trainer: Any, step: TrainingStep, transaction: Transaction) -> None:
     def in_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
             return compute_loss(model, inputs, *args, **kwargs)
-        step.report.counters.micro_batches += 1
+        step.counters.micro_batches += 1
         with step.autocast():
             return compute_loss(model, inputs, *args, **kwargs)
 
