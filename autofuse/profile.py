@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
+from autofuse.advice import advice_on, capital, escaped, has_fused_steps, in_units, percent, refused, si
 from autofuse.clock import Sample
-from autofuse.costs import (
-    BETWEEN,
-    COMPILED,
-    OPTIMIZER,
-    OTHERS,
-    PRODUCTS,
-    Cost,
-    Costs,
-    NvtxRecorder,
-    Recorder,
-)
+from autofuse.costs import COMPILED, OPTIMIZER, Cost, Costs, NvtxRecorder, Recorder
 from autofuse.flops import Forward, count_flops, matmul_rate, precision_of
 from autofuse.patches import first_line
 from autofuse.tables import as_html, as_text
@@ -38,7 +29,6 @@ __all__ = ["Profile", "profile"]
 PROFILED = 3  # steps under the profiler, whose overhead the timed steps are free of
 TIMED_BEFORE = 2  # timed before those, where the length of the loop is not known
 RELEVANT = 0.1  # the share of a step from which on something is worth a sentence
-NEAR_THE_RATE = 0.7
 
 
 @dataclass
@@ -59,6 +49,8 @@ class Profile:
         operations, modules: the dearest, under the profiler.
         groups: kind of work -> share of the profiled step.
         applied: names of the patches that were kept.
+        refused: the patches that were tried or cannot be had, with the report's reason.
+        fused_optimizer: whether every group of every optimizer has a fused step.
         notes: what was not measured, and why.
 
     >>> print(Profile("this CPU", "GPT2", steps=4, step_s=0.2, flops=10**10, rate=100.0).share_of_floor)
@@ -81,6 +73,8 @@ class Profile:
     profiled_ms: float | None = None
     trace: str | None = None
     applied: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    fused_optimizer: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +101,7 @@ class Profile:
         found = [self._on_time(), self._on_floor(), self._on_waiting(), self._on_what_dominates()]
         share = self.groups.get(OPTIMIZER, 0.0)
         if share >= RELEVANT and max(self.groups, key=self.groups.__getitem__) != OPTIMIZER:
-            found.append(f"{_capital(OPTIMIZER)} is {share:.0%}: {self._on_optimizer()}.")
+            found.append(f"{capital(OPTIMIZER)} is {share:.0%}: {advice_on(OPTIMIZER, self)}.")
         return [sentence for sentence in found if sentence] + self.notes
 
     def _on_time(self) -> str:
@@ -115,15 +109,15 @@ class Profile:
             return ""
         tokens = self.tokens_per_second
         speed = "" if tokens is None else f", {tokens:,.0f} tokens or rows per second"
-        return f"A step takes {_time(self.step_s)} (median of {self.steps}){speed}."
+        return f"A step takes {in_units(self.step_s)} (median of {self.steps}){speed}."
 
     def _on_floor(self) -> str:
         if self.floor_s is None or self.share_of_floor is None or self.rate is None or self.flops is None:
             return ""
         text = (
-            f"The model as it is written needs {_si(self.flops)}FLOP a step, which takes "
-            f"{_time(self.floor_s)} at this machine's measured {self.rate:,.0f} GFLOP/s in {self.dtype}: "
-            f"{_percent(self.share_of_floor)} of the step."
+            f"The model as it is written needs {si(self.flops)}FLOP a step, which takes "
+            f"{in_units(self.floor_s)} at this machine's measured {self.rate:,.0f} GFLOP/s in {self.dtype}: "
+            f"{percent(self.share_of_floor)} of the step."
         )
         if self.share_of_floor > 1:
             text += " More than all of it, since patches leave out work (padding, ignored labels), or large"
@@ -136,8 +130,8 @@ class Profile:
         times = self.waited_s / self.step_s
         how = f"{times:.1f} times" if times >= 1 else f"{times:.0%} of"
         return (
-            f"Between two steps the loop waits {_time(self.waited_s)}, {how} the step's own time: for data, "
-            "if it does nothing else there. DataLoader(num_workers=..., prefetch_factor=..., "
+            f"Between two steps the loop waits {in_units(self.waited_s)}, {how} the step's own time: for "
+            "data, if it does nothing else there. DataLoader(num_workers=..., prefetch_factor=..., "
             "persistent_workers=True) loads beside the step, pin_memory=True and .to(device, "
             "non_blocking=True) copy beside it; preparing the data once, before, is cheaper still."
         )
@@ -147,41 +141,7 @@ class Profile:
             return ""
         name = max(self.groups, key=self.groups.__getitem__)
         share = self.groups[name]
-        advice = {
-            PRODUCTS: self._on_products,
-            OPTIMIZER: self._on_optimizer,
-            COMPILED: lambda: "what Inductor has fused; less of it means a smaller model or lower precision",
-            OTHERS: self._on_others,
-            BETWEEN: self._on_between,
-        }[name]()
-        return f"{share:.0%} of the step is {name}: {advice}."
-
-    def _on_products(self) -> str:
-        ms = self.groups[PRODUCTS] * (self.profiled_ms or 0.0)
-        if not self.flops or not self.rate or not ms:
-            return "a larger batch or lower precision makes them faster"
-        reached = self.flops / (ms / 1e3) / (self.rate * 1e9)
-        if reached >= NEAR_THE_RATE:
-            left = "there is little left but a larger batch or lower precision"
-        else:
-            left = "larger matrices (a larger batch, fewer and wider layers) would use the machine better"
-        return f"at {_percent(reached)} of the measured rate {left}"
-
-    def _on_optimizer(self) -> str:
-        if "optimizer" in self.applied:
-            return "it is fused already; a larger accumulate= takes fewer steps for the same tokens"
-        return (
-            "a fused one is faster (autofuse.FusedAdam, fused=True); a larger accumulate= means fewer steps"
-        )
-
-    def _on_others(self) -> str:
-        dearest = next((cost.name for cost in self.operations if cost.group == OTHERS), "")
-        joined = "" if self.compiled else "; compile=True joins neighbours into one pass over memory"
-        return f"norms, activations, dropout, copies and the like, above all {dearest}{joined}"
-
-    def _on_between(self) -> str:
-        remedy = "a larger batch" if self.compiled else "a larger batch, or compile=True,"
-        return f"Python, and waiting for it; {remedy} gives each call more to do"
+        return f"{share:.0%} of the step is {name}: {advice_on(name, self)}."
 
     # --- how it looks --------------------------------------------------------------------------
 
@@ -205,7 +165,7 @@ class Profile:
 
     def _repr_html_(self) -> str:
         tables = self._tables()
-        words = "".join(f"<p>{_escaped(line)}</p>" for line in self.lines())
+        words = "".join(f"<p>{escaped(line)}</p>" for line in self.lines())
         return "".join(map(as_html, tables)) + words
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,43 +191,6 @@ def _table(what: str, costs: list[Cost], title: str, *, calls: bool = False, bac
         shown = [cell for cell, (_, wanted) in zip(cells, columns, strict=True) if wanted]
         table.add_row(cost.name.replace("[", r"\["), *shown)
     return table
-
-
-def _time(seconds: float) -> str:
-    """
-    >>> _time(2.0), _time(0.0314), _time(2e-6)
-    ('2.00 s', '31.4 ms', '2 µs')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def _percent(share: float) -> str:
-    """
-    >>> _percent(0.253), _percent(0.002)
-    ('25%', 'under 1%')
-    """
-    return f"{share:.0%}" if share >= 0.01 else "under 1%"
-
-
-def _si(value: float) -> str:
-    """
-    >>> _si(2.5e9), _si(12)
-    ('2.5 G', '12 ')
-    """
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 # --- watching ----------------------------------------------------------------------------------
@@ -410,7 +333,9 @@ class _Watch:
         """Fill in the times and the costs."""
         profile = self.profile
         profile.steps, profile.profiled = len(self._timed), len(self._profiled)
-        profile.applied = [row.name for row in self._step.report.rows if row.status == "kept"]
+        report = self._step.report
+        profile.applied = [row.name for row in report.rows if row.status == "kept"]
+        profile.refused, profile.fused_optimizer = refused(report), has_fused_steps(self._step.optimizers)
         profile.dtype = str(precision_of(self._step)).removeprefix("torch.")
         if self._timed:
             profile.step_s = median(sample.seconds for sample in self._timed)

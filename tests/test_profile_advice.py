@@ -12,6 +12,7 @@ from torch import nn
 from watched import PAIR, Words, as_calls, in_pieces, mse_step, net, step_of, words_batches
 
 import autofuse
+from autofuse.advice import refused
 from autofuse.costs import BETWEEN, OPTIMIZER, OTHERS, Cost
 from autofuse.profile import Profile
 
@@ -29,3 +30,46 @@ def test_in_a_notebook_nothing_is_shown_twice(monkeypatch: Any) -> None:
         assert thing._repr_html_()
     assert "gelu" in str(profile) and "gelu" in profile._repr_html_() and "norms" in str(step.report)
     assert shown == []
+
+
+# --- advice --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_an_optimizer_that_is_fused_is_not_to_be_fused(tuned: bool) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = autofuse.optimize(
+        model, optimizer, loss_fn=nn.functional.mse_loss, measure=False, only=["optimizer"] if tuned else []
+    )
+    with step.profile() as profile:
+        [step(*PAIR) for _ in range(7)]
+    profile.groups = {OPTIMIZER: 1.0}
+    assert profile.fused_optimizer and "it is fused already" in str(profile)
+    assert "gradient_accumulation_steps" in str(profile) and "is faster" not in str(profile)
+
+
+def test_a_fused_one_that_was_rejected_is_not_advised() -> None:
+    profile = Profile(steps=1, groups={OPTIMIZER: 1.0}, refused={"optimizer": "no clear gain"})
+    assert "a fused one was rejected (no clear gain)" in str(profile)
+
+
+@pytest.mark.parametrize("group", [OTHERS, BETWEEN])
+def test_compile_is_advised_only_where_it_was_not_rejected(group: str) -> None:
+    profile = Profile(steps=1, groups={group: 1.0})
+    assert "compile=True" in str(profile)
+    profile.refused = {"compile": "it is slower: 3%"}
+    assert "compile=True" not in str(profile) and "was rejected (it is slower: 3%)" in str(profile)
+    profile.applied = ["compile"]
+    assert "compil" not in str(profile)
+
+
+def test_the_rows_of_the_report_decide() -> None:
+    step = mse_step(net(), measure=True, compile="auto")
+    report = step.report
+    report["compile"].status, report["compile"].reason = "rejected", "would not pay"
+    report["norms"].status, report["norms"].reason = "rejected", "undone"
+    report.tuning.notes.append("Tuning was stopped: enough.")
+    report["optimizer"].status, report["optimizer"].reason = "rejected", "enough"
+    assert refused(report)["compile"] == "would not pay"
+    assert not {"norms", "optimizer"} & refused(report).keys()
