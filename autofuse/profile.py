@@ -41,8 +41,8 @@ class Profile:
             once in them (a compilation, a proof), are not.
         step_s: seconds of a step, the median; without loading data.
         waited_s: seconds between two steps, the median: loading data, logging, evaluation.
-        tokens_per_second: in the timed steps' own time; rows where there are no ``input_ids``, None
-            where the loop gives its batches to the model itself.
+        tokens_per_second: elements of ``input_ids`` in the timed steps' own time; rows where there are
+            none.
         flops: of the step's forward and backward, of the model as it is written: padding, ignored
             labels and what checkpointing computes again included.
         rate: the measured GFLOP/s of matrix products in ``dtype``.
@@ -206,9 +206,11 @@ def profile(
 ) -> Iterator[Profile]:
     """Watch the steps of the loop inside: real training steps, with the very same numbers as without.
 
+    Profile once the tuner is done, or steps with and without patches are mixed (a note says so).
     The first step is left out. A few are timed as they are, up to three run under torch.profiler,
     and what follows is timed again. At the end the FLOPs are counted on one batch, without patches
-    and without a trace: with several processes, all of them have to profile.
+    and without a trace: with several processes, all of them have to profile. Where the loop
+    is left by an error, the times and the trace are kept, and no FLOPs are counted.
 
     Args:
         steps: watch that many optimizer steps, the last of them under the profiler, whatever else
@@ -218,8 +220,8 @@ def profile(
         trace: write a Chrome trace of the profiled steps to this path.
 
     Raises:
-        ValueError: ``steps`` is below 2, the folder of ``trace`` does not exist, or ``nvtx`` is asked
-            for without CUDA or together with ``trace``.
+        ValueError: ``steps`` is no whole number of at least 2, ``trace`` is a folder or in one that does
+            not exist, or ``nvtx`` is asked for without CUDA or together with ``trace``.
 
     >>> import autofuse
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -236,10 +238,8 @@ def profile(
     watch.begin()
     try:
         yield watch.profile
-    except Exception as error:
-        watch.end()
-        watch.profile.notes.append(f"The loop was left by an error ({first_line(error)}).")
-        watch.measure()
+    except BaseException as error:  # Ctrl+C too: what was measured until then is kept
+        watch.left_by(error, trace)
         raise
     finally:
         watch.end()
@@ -249,8 +249,10 @@ def profile(
 
 
 def _check(steps: int | None, nvtx: bool, trace: str | Path | None) -> None:
-    if steps is not None and steps < 2:
-        raise ValueError(f"steps={steps}: expected at least 2, since the first step is never counted")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 2):
+        raise ValueError(
+            f"steps={steps!r}: expected a whole number of at least 2, since the first step is never counted"
+        )
     if nvtx and not torch.cuda.is_available():
         raise ValueError(
             "nvtx=True marks ranges for Nsight Systems and needs CUDA, which is not available here"
@@ -260,6 +262,8 @@ def _check(steps: int | None, nvtx: bool, trace: str | Path | None) -> None:
             "nvtx=True and trace= exclude each other: one tool alone can listen to a GPU. Leave trace= out "
             "and record with `nsys profile`, or leave nvtx=True out"
         )
+    if trace is not None and Path(trace).is_dir():
+        raise ValueError(f"trace={str(trace)!r} is a folder: expected the path of a file, such as trace.json")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise ValueError(f"trace={str(trace)!r}: the folder {Path(trace).absolute().parent} does not exist")
 
@@ -280,6 +284,11 @@ class _Watch:
         self._recorded = nvtx
         report = step.report
         self.profile = Profile(report.hardware, report.model)
+        if step.tuning:
+            self.profile.notes.append(
+                "The tuner is still at work: these figures mix steps with and without the patches that it "
+                'compares. Profile once step.report.tuning.state is "done".'
+            )
 
     def begin(self) -> None:
         self._step.clock.listen(self)
@@ -358,6 +367,20 @@ class _Watch:
         else:
             why = self._recorder.refused or f"the loop ended after {self._seen} optimizer steps"
             profile.notes.append(f"The costs by operation and the FLOPs were not measured: {why}.")
+
+    def left_by(self, error: BaseException, trace: str | Path | None) -> None:
+        """Keep what was measured until ``error``; nothing here may take its place."""
+        broken_off = ", in the midst of what the profiler recorded" if self._recorder.running else ""
+        notes = self.profile.notes
+        notes.append(f"The loop was left by an error ({first_line(error).rstrip(': ')}){broken_off}.")
+        try:
+            self.end()
+            self.measure()
+            if self._profiled:
+                notes.append("The FLOPs were not counted: that runs a step's forward and backward once more.")
+            self.export(trace)
+        except Exception as another:
+            notes.append(f"Not all that was measured could be kept: {first_line(another)}.")
 
     def count(self) -> None:
         """Fill in the FLOPs and the rate; runs one step's forward and backward once more."""

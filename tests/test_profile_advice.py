@@ -73,3 +73,64 @@ def test_the_rows_of_the_report_decide() -> None:
     report["optimizer"].status, report["optimizer"].reason = "rejected", "enough"
     assert refused(report)["compile"] == "would not pay"
     assert not {"norms", "optimizer"} & refused(report).keys()
+
+
+# --- what it is taken in the midst of ------------------------------------------------------------
+
+
+def test_a_profile_during_tuning_says_so() -> None:
+    step = mse_step(net(), measure=True)
+    with step.profile() as early:
+        [step(*PAIR) for _ in range(3)]
+    assert 'once step.report.tuning.state is "done"' in str(early)
+    step.stop_tuning()
+    with step.profile() as late:
+        [step(*PAIR) for _ in range(3)]
+    assert "tuner" not in str(late)
+
+
+@pytest.mark.parametrize("seen", [2, 4, 7])
+def test_ctrl_c_keeps_what_was_measured(seen: int, tmp_path: Path) -> None:
+    step = mse_step(net())
+    step(*PAIR)
+    with pytest.raises(KeyboardInterrupt), step.profile(trace=tmp_path / "trace.json") as profile:
+        for _ in range(seen):
+            step(*PAIR)
+        raise KeyboardInterrupt
+    assert profile.steps and profile.step_s and "(KeyboardInterrupt)" in str(profile)
+    assert not step.clock.listened and not torch.autograd._profiler_enabled()
+    if seen > 3:
+        assert profile.profiled and profile.groups and "The FLOPs were not counted" in str(profile)
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert profile.trace
+    else:
+        assert "trace.json was not written" in str(profile) and not (tmp_path / "trace.json").exists()
+
+
+def test_what_fails_on_the_way_out_does_not_hide_the_error(monkeypatch: Any, tmp_path: Path) -> None:
+    step = mse_step(net())
+    monkeypatch.setattr("autofuse.costs.Recorder.export", lambda *args: 1 / 0)
+    with pytest.raises(KeyboardInterrupt), step.profile(trace=tmp_path / "t.json") as profile:
+        [step(*PAIR) for _ in range(5)]
+        raise KeyboardInterrupt
+    assert "ZeroDivisionError" in str(profile) and profile.groups
+
+
+@pytest.mark.parametrize("loop", [as_calls, in_pieces])
+def test_tokens_are_known_however_the_model_is_called(loop: Any) -> None:
+    step = step_of(Words())
+    with step.profile() as profile:
+        loop(step, words_batches(4))
+    assert profile.tokens_per_second and profile.step_s
+    assert profile.tokens_per_second == pytest.approx(6 / profile.step_s, rel=0.9)
+
+
+@pytest.mark.parametrize("steps", ["3", 4.0, True, 1])
+def test_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(ValueError, match="whole number of at least 2"), mse_step(net()).profile(steps=steps):
+        raise AssertionError("the block must not be entered")
+
+
+def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"), mse_step(net()).profile(trace=tmp_path):
+        raise AssertionError("the block must not be entered")
