@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from autofuse.plan import Row
+from autofuse.plan import Row, row_named
 from autofuse.savings import Savings, savings_of
 from autofuse.tables import arrow, content, measured_gain, render, share, to_html
 
@@ -157,7 +157,7 @@ class Report:
     tuning: Tuning = field(default_factory=Tuning)
 
     def __getitem__(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+        return row_named(self.rows, name)
 
     @property
     def _kept(self) -> bool:
