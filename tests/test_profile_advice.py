@@ -134,3 +134,30 @@ def test_steps_are_a_whole_number(steps: Any) -> None:
 def test_a_folder_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder"), mse_step(net()).profile(trace=tmp_path):
         raise AssertionError("the block must not be entered")
+
+
+# --- a run that did not measure ------------------------------------------------------------------
+
+
+def test_a_resumed_run_says_that_it_did_not_measure() -> None:
+    first = mse_step(net())
+    [first(*PAIR) for _ in range(2)]
+    resumed = mse_step(net(), measure=True)
+    resumed.load_state_dict(first.state_dict())
+    [resumed(*PAIR) for _ in range(2)]
+    report = resumed.report
+    assert report.tuning.state == "done" and report["optimizer"].status == "kept"
+    assert "How much faster it is was not measured." in report.lines()
+    for ask in (lambda: report.savings(24), report.plot):
+        with pytest.raises(RuntimeError, match=r"a state was loaded.*optimize\(\.\.\., measure=True\) anew"):
+            ask()
+
+
+def test_what_was_stopped_untried_did_not_fail_to_help() -> None:
+    step = mse_step(net(), measure=True, skip=["norms"])
+    step.stop_tuning("enough")
+    lines = " ".join(step.report.lines())
+    assert "Tuning was stopped: enough." in lines and "Nothing helped" not in lines
+    assert "Nothing was kept: the loop is as it was." in lines
+    with pytest.raises(RuntimeError, match="Tuning was stopped: enough"):
+        step.report.savings(24)
