@@ -284,8 +284,8 @@ class Report:
         if self.tuning.state == "done":
             raise RuntimeError(
                 "this run has not measured how much faster the loop is, and will not: a state was loaded, or "
-                f"tuning was stopped ({self.tuning.stopped or 'before a step was timed'}). Call optimize(..., "
-                "measure=True) anew, and load no state into it, to measure"
+                f"tuning was stopped ({self.tuning.stopped or 'before a step was timed'}). Call "
+                "optimize(..., measure=True) anew, and load no state into it, to measure"
             )
         raise RuntimeError(
             f"nothing has been measured yet (the tuner is {self.tuning.state}): train some more steps first"
