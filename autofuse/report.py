@@ -282,10 +282,11 @@ class Report:
                 "nothing was measured: optimize(..., measure=True) without plan= times the patches"
             )
         if self.tuning.state == "done":
+            stopped = f"a state was loaded, or tuning was stopped ({self.tuning.stopped})"
+            why = stopped if self.tuning.stopped else "nothing of what is kept was timed"
             raise RuntimeError(
-                "this run has not measured how much faster the loop is, and will not: a state was loaded, or "
-                f"tuning was stopped ({self.tuning.stopped or 'before a step was timed'}). Call "
-                "optimize(..., measure=True) anew, and load no state into it, to measure"
+                f"this run has not measured how much faster the loop is, and will not: {why}. Call "
+                "optimize(..., measure=True) anew to measure, and load no state into it"
             )
         raise RuntimeError(
             f"nothing has been measured yet (the tuner is {self.tuning.state}): train some more steps first"
