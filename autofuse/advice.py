@@ -27,9 +27,7 @@ def advice_on(group: str, profile: Profile) -> str:
     return {
         PRODUCTS: _on_products,
         OPTIMIZER: _on_optimizer,
-        COMPILED: lambda profile: (
-            "what Inductor has fused; less of it means a smaller model or lower precision"
-        ),
+        COMPILED: _on_compiled,
         OTHERS: _on_others,
         BETWEEN: _on_between,
     }[group](profile)
@@ -37,16 +35,16 @@ def advice_on(group: str, profile: Profile) -> str:
 
 def refused(report: Report) -> dict[str, str]:
     """The rejected rows with their reasons, but for what was taken back or not asked for."""
-    untried = {"undone", "compile=False was asked for"}
-    stopped = [f"Tuning was stopped: {row.reason}." for row in report.rows]
-    untried |= {
-        row.reason for row, text in zip(report.rows, stopped, strict=True) if text in report.tuning.notes
-    }
     return {
         row.name: row.reason
         for row in report.rows
-        if row.status == "rejected" and (row.gain is not None or row.reason not in untried)
+        if row.status == "rejected" and (row.gain is not None or not _untried(row.reason, report))
     }
+
+
+def _untried(reason: str, report: Report) -> bool:
+    chosen = reason == "undone" or "was asked for" in reason
+    return chosen or f"Tuning was stopped: {reason}." in report.tuning.notes
 
 
 def has_fused_steps(optimizers: Iterable[Optimizer]) -> bool:
@@ -65,16 +63,26 @@ def has_fused_steps(optimizers: Iterable[Optimizer]) -> bool:
     )
 
 
+def _on_compiled(profile: Profile) -> str:
+    return f"what Inductor has fused; less of it means a smaller model{_or_precision(profile)}"
+
+
 def _on_products(profile: Profile) -> str:
     ms = profile.groups[PRODUCTS] * (profile.profiled_ms or 0.0)
     if not profile.flops or not profile.rate or not ms:
-        return "a larger batch or lower precision makes them faster"
+        return f"a larger batch{_or_precision(profile)} makes them faster"
     reached = profile.flops / (ms / 1e3) / (profile.rate * 1e9)
     if reached >= NEAR_THE_RATE:
-        left = "there is little left but a larger batch or lower precision"
+        left = f"there is little left but a larger batch{_or_precision(profile)}"
     else:
         left = "larger matrices (a larger batch, fewer and wider layers) would use the machine better"
     return f"at {percent(reached)} of the measured rate {left}"
+
+
+def _or_precision(profile: Profile) -> str:
+    """Lower precision, where it is neither in place nor rejected."""
+    low = profile.dtype in ("bfloat16", "float16") or "precision" in profile.applied
+    return "" if low or "precision" in profile.refused else " or lower precision"
 
 
 def _on_optimizer(profile: Profile) -> str:

@@ -13,7 +13,7 @@ from watched import PAIR, Words, as_calls, in_pieces, mse_step, net, step_of, wo
 
 import autofuse
 from autofuse.advice import refused
-from autofuse.costs import BETWEEN, OPTIMIZER, OTHERS, Cost
+from autofuse.costs import BETWEEN, COMPILED, OPTIMIZER, OTHERS, PRODUCTS, Cost
 from autofuse.profile import Profile
 
 
@@ -161,3 +161,18 @@ def test_what_was_stopped_untried_did_not_fail_to_help() -> None:
     assert "Nothing was kept: the loop is as it was." in lines
     with pytest.raises(RuntimeError, match="Tuning was stopped: enough"):
         step.report.savings(24)
+
+
+@pytest.mark.parametrize("group", [PRODUCTS, COMPILED])
+@pytest.mark.parametrize(
+    "known", [{"dtype": "bfloat16"}, {"refused": {"precision": "it is slower"}}, {"applied": ["precision"]}]
+)
+def test_lower_precision_is_advised_only_where_it_is_open(group: str, known: dict[str, Any]) -> None:
+    assert "or lower precision" in str(Profile(steps=1, groups={group: 1.0}, dtype="float32"))
+    assert "precision" not in str(Profile(steps=1, groups={group: 1.0}, **known))
+
+
+def test_what_was_asked_for_is_no_rejection() -> None:
+    report = step_of(Words(), precision="fp32", compile=False).report
+    assert report["compile"].status == report["precision"].status == "rejected"
+    assert not {"compile", "precision"} & refused(report).keys()
