@@ -106,9 +106,7 @@ class Hardware:
         Traceback (most recent call last):
         ValueError: unknown hardware 'A101'; did you mean A10, A10G or A100? ...
         """
-        if not isinstance(name, str):
-            raise TypeError(f'name must be that of some hardware ("H100"), not {name!r}')
-        if name.strip().casefold() != "cpu":
+        if str(name).strip().casefold() != "cpu":
             return _from_card(card(name), providers)
         here = Hardware.detect("cpu")
         named_availability("cpu", given=providers)  # refuses unknown names
