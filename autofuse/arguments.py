@@ -23,9 +23,7 @@ PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module or a transformers Trainer, not {type(model).__name__}"
-        )
+        raise TypeError(f"model must be a torch.nn.Module or a transformers Trainer, not {_what(model)}")
 
 
 def check_choices(precision: Any, compile: Any, steps: Any) -> None:
@@ -48,8 +46,9 @@ def loop_of(
     _check_choice("on_nonfinite", on_nonfinite, ("report", "raise"))
     for argument, function in (("loss_fn", loss_fn), ("forward", forward)):
         if function is not None and (not callable(function) or isinstance(function, type)):
-            what = "the class" if isinstance(function, type) else type(function).__name__
-            raise TypeError(f"{argument} must be a function or an object that can be called, not {what}")
+            raise TypeError(
+                f"{argument} must be a function or an object that can be called, not {_what(function)}"
+            )
     if loss_fn is not None and forward is not None:
         raise ValueError(
             "loss_fn and forward exclude each other: forward(model, batch) returns the loss itself"
@@ -75,9 +74,7 @@ def optimizers_of(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
     parameters = {id(p) for p in model.parameters()}
     for index, each in enumerate(several):
         if not isinstance(each, Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer or several, not {type(each).__name__}"
-            )
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, not {_what(each)}")
         _check_closure(each)
         if not any(id(p) in parameters for group in each.param_groups for p in group["params"]):
             raise ValueError(
@@ -108,6 +105,17 @@ def plan_of(plan: Any) -> Plan | None:
     raise TypeError(f"plan must be an autofuse.Plan or the path of a saved one, not {type(plan).__name__}")
 
 
+def _what(value: Any) -> str:
+    """What was given instead, in words.
+
+    >>> _what(3), _what(nn.CrossEntropyLoss)
+    ('int', 'the class CrossEntropyLoss: make an instance, CrossEntropyLoss(...)')
+    """
+    if not isinstance(value, type):
+        return type(value).__name__
+    return f"the class {value.__name__}: make an instance, {value.__name__}(...)"
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -131,8 +139,7 @@ def _schedulers(scheduler: Any, optimizers: tuple[Optimizer, ...]) -> tuple[Any,
                 "ReduceLROnPlateau needs a metric: call its step(metric) yourself after validation"
             )
         if isinstance(each, type) or not callable(getattr(each, "step", None)):
-            what = f"the class {each.__name__}" if isinstance(each, type) else type(each).__name__
-            raise TypeError(f"scheduler must be an object with a step() method, not {what}")
+            raise TypeError(f"scheduler must be an object with a step() method, not {_what(each)}")
         groups = {id(g) for o in optimizers for g in o.param_groups}
         own = getattr(getattr(each, "optimizer", None), "param_groups", None)
         if own is not None and not any(id(group) in groups for group in own):

@@ -95,6 +95,8 @@ def _key(name: str) -> str:
 
 def card(name: str) -> Card:
     """The row of that name; a ValueError with the nearest names for any other."""
+    if not isinstance(name, str):
+        raise TypeError(f'expected the name of some hardware, such as "H100", not {name!r}')
     found = next((row for row in NAMED if _key(name) in map(_key, (row.name, *row.aliases))), None)
     if found is None:
         raise ValueError(_unknown(name))

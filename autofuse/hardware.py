@@ -106,7 +106,7 @@ class Hardware:
         Traceback (most recent call last):
         ValueError: unknown hardware 'A101'; did you mean A10, A10G or A100? ...
         """
-        if name.strip().casefold() != "cpu":
+        if str(name).strip().casefold() != "cpu":
             return _from_card(card(name), providers)
         here = Hardware.detect("cpu")
         named_availability("cpu", given=providers)  # refuses unknown names

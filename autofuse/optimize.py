@@ -138,10 +138,10 @@ def optimize(
 
 
 def plan(
-    model: nn.Module,
+    model: Any,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     precision: str = "auto",
     compile: bool | str = "auto",
     steps: int | None = None,
@@ -151,11 +151,21 @@ def plan(
 ) -> Plan:
     """What `optimize` would do with the same arguments, here or on other hardware. Changes nothing.
 
-    >>> print(plan(nn.LayerNorm(8), hardware=Hardware.named("A100"))["norms"].status)
+    Args:
+        hardware: a `Hardware`, or the name of one ("H100"); None: this machine's.
+
+    Raises:
+        TypeError, ValueError: as `optimize`, or ``hardware`` is something else or of an unknown name.
+
+    >>> print(plan(nn.LayerNorm(8), hardware="A100")["norms"].status)
     planned
     """
-    check_model(model)
-    check_choices(precision, compile, steps)
+    if isinstance(hardware, str):
+        hardware = Hardware.named(hardware)
+    elif hardware is not None and not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"hardware must be an autofuse.Hardware or the name of one, not {type(hardware).__name__}"
+        )
     unknown = set(loop) - {
         "loss_fn",
         "forward",
@@ -167,6 +177,16 @@ def plan(
     }
     if unknown:
         raise TypeError(f"plan() takes optimize()'s arguments and hardware, not {', '.join(sorted(unknown))}")
+    if _is_trainer(model):
+        from autofuse.integrations.transformers import plan_trainer
+
+        default = {"accumulate": 1, "on_nonfinite": "report", "measure": loop.get("measure")}
+        given = {name: None if value == default.get(name) else value for name, value in loop.items()}
+        given["optimizer"] = optimizer
+        chosen = {"compile": compile, "steps": steps, "only": only, "skip": skip}
+        return plan_trainer(model, plan, given, hardware=hardware, precision=precision, **chosen)
+    check_model(model)
+    check_choices(precision, compile, steps)
     optimizers = optimizers_of(model, optimizer)
     context = Context(model, optimizers, hardware or _hardware(model), precision, compile, steps)
     return make_plan(context, only=names_of(only, "only"), skip=names_of(skip, "skip") or ())

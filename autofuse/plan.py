@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from autofuse.patch import Context, Patch, Rejected, Site
 from autofuse.registry import find_patches
 from autofuse.tables import content, render, to_html
 
-__all__ = ["Plan", "Row", "as_saved", "make_plan"]
+__all__ = ["Plan", "Row", "as_saved", "make_plan", "row_named"]
+
+VERSION = 1  # of what is saved
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Plan:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+        return row_named(self.rows, name)
 
     @property
     def precision(self) -> str:
@@ -95,7 +98,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": VERSION,
             "torch": torch.__version__,
             "hardware": self.hardware,
             "model": self.model,
@@ -115,14 +118,21 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: the file is no plan.
+            ValueError: the file is no plan, or one of another version.
         """
         try:
             data = json.loads(Path(path).read_text())
-            rows = [Row.from_dict(row) for row in data["rows"]]
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            if "counters" in data:
+                raise ValueError("it is a report's JSON: save the plan itself, with step.plan.save(path)")
+            rows, hardware = [Row.from_dict(row) for row in data["rows"]], data["hardware"]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved plan ({type(error).__name__}: {error})") from error
-        return cls(rows, data["hardware"], data.get("model", ""), data.get("note", ""))
+        if data.get("version") != VERSION:
+            raise ValueError(
+                f"{path} is a plan of version {data.get('version')!r}, and this autofuse reads version "
+                f"{VERSION}: make it anew with autofuse.plan(...).save(path)"
+            )
+        return cls(rows, hardware, data.get("model", ""), data.get("note", ""))
 
     def __str__(self) -> str:
         return render(self.rows, self._title(), [self.note])
@@ -135,6 +145,17 @@ class Plan:
 
     def _title(self) -> str:
         return f"Plan for {self.model} on {self.hardware}"
+
+
+def row_named(rows: Sequence[Row], name: str) -> Row:
+    """The row of that name; a KeyError with the nearest names for any other."""
+    found = next((row for row in rows if row.name == name), None)
+    if found is not None:
+        return found
+    names = [row.name for row in rows]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise KeyError(f"no row {name!r}{hint} There are: {', '.join(names) or 'none'}")
 
 
 def make_plan(
@@ -169,7 +190,27 @@ def make_plan(
                 answer = as_saved(answer, allowed[name])
             rows.append(row_of(answer, "planned"))
             patches[name] = answer
-    return Plan(rows, context.hardware.name, type(context.model).__name__, _note(rows), patches)
+    model = type(context.model).__name__
+    note = _note(rows)
+    if saved is not None:
+        asked = [row for row in saved.rows if row.status in ("planned", "kept") and wanted(row.name) is None]
+        note = " ".join(filter(None, [*_differences(asked, patches, saved.model, model), note]))
+    return Plan(rows, context.hardware.name, model, note, patches)
+
+
+def _differences(asked: list[Row], patches: dict[str, Patch], made_for: str, model: str) -> Iterator[str]:
+    """What a saved plan asks for that this model does not have, in sentences."""
+    if made_for not in ("", model):
+        yield f"The plan that was given was made for {made_for}, and this model is {model}."
+    sites = [(row.name, site.path) for row in asked for site in row.accepted]
+    here = {(name, site.path) for name, patch in patches.items() for site in patch.accepted}
+    missing = [f"{path} ({name})" if path else name for name, path in sites if (name, path) not in here]
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        yield (
+            f"{len(missing)} of the {len(sites)} sites of the plan that was given were not found here, or "
+            f"cannot be changed: {shown}."
+        )
 
 
 def as_saved(patch: Patch, row: Row) -> Patch:

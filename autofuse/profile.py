@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
+from autofuse.advice import advice_on, capital, escaped, has_fused_steps, in_units, percent, refused, si
 from autofuse.clock import Sample
-from autofuse.costs import (
-    BETWEEN,
-    COMPILED,
-    OPTIMIZER,
-    OTHERS,
-    PRODUCTS,
-    Cost,
-    Costs,
-    NvtxRecorder,
-    Recorder,
-)
+from autofuse.costs import COMPILED, OPTIMIZER, Cost, Costs, NvtxRecorder, Recorder
 from autofuse.flops import Forward, count_flops, matmul_rate, precision_of
 from autofuse.patches import first_line
 from autofuse.tables import as_html, as_text
@@ -38,7 +29,6 @@ __all__ = ["Profile", "profile"]
 PROFILED = 3  # steps under the profiler, whose overhead the timed steps are free of
 TIMED_BEFORE = 2  # timed before those, where the length of the loop is not known
 RELEVANT = 0.1  # the share of a step from which on something is worth a sentence
-NEAR_THE_RATE = 0.7
 
 
 @dataclass
@@ -51,14 +41,16 @@ class Profile:
             once in them (a compilation, a proof), are not.
         step_s: seconds of a step, the median; without loading data.
         waited_s: seconds between two steps, the median: loading data, logging, evaluation.
-        tokens_per_second: in the timed steps' own time; rows where there are no ``input_ids``, None
-            where the loop gives its batches to the model itself.
+        tokens_per_second: elements of ``input_ids`` in the timed steps' own time; rows where there are
+            none.
         flops: of the step's forward and backward, of the model as it is written: padding, ignored
             labels and what checkpointing computes again included.
         rate: the measured GFLOP/s of matrix products in ``dtype``.
         operations, modules: the dearest, under the profiler.
         groups: kind of work -> share of the profiled step.
         applied: names of the patches that were kept.
+        refused: the patches that were tried or cannot be had, with the report's reason.
+        fused_optimizer: whether every group of every optimizer has a fused step.
         notes: what was not measured, and why.
 
     >>> print(Profile("this CPU", "GPT2", steps=4, step_s=0.2, flops=10**10, rate=100.0).share_of_floor)
@@ -81,6 +73,8 @@ class Profile:
     profiled_ms: float | None = None
     trace: str | None = None
     applied: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    fused_optimizer: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +101,7 @@ class Profile:
         found = [self._on_time(), self._on_floor(), self._on_waiting(), self._on_what_dominates()]
         share = self.groups.get(OPTIMIZER, 0.0)
         if share >= RELEVANT and max(self.groups, key=self.groups.__getitem__) != OPTIMIZER:
-            found.append(f"{_capital(OPTIMIZER)} is {share:.0%}: {self._on_optimizer()}.")
+            found.append(f"{capital(OPTIMIZER)} is {share:.0%}: {advice_on(OPTIMIZER, self)}.")
         return [sentence for sentence in found if sentence] + self.notes
 
     def _on_time(self) -> str:
@@ -115,15 +109,15 @@ class Profile:
             return ""
         tokens = self.tokens_per_second
         speed = "" if tokens is None else f", {tokens:,.0f} tokens or rows per second"
-        return f"A step takes {_time(self.step_s)} (median of {self.steps}){speed}."
+        return f"A step takes {in_units(self.step_s)} (median of {self.steps}){speed}."
 
     def _on_floor(self) -> str:
         if self.floor_s is None or self.share_of_floor is None or self.rate is None or self.flops is None:
             return ""
         text = (
-            f"The model as it is written needs {_si(self.flops)}FLOP a step, which takes "
-            f"{_time(self.floor_s)} at this machine's measured {self.rate:,.0f} GFLOP/s in {self.dtype}: "
-            f"{_percent(self.share_of_floor)} of the step."
+            f"The model as it is written needs {si(self.flops)}FLOP a step, which takes "
+            f"{in_units(self.floor_s)} at this machine's measured {self.rate:,.0f} GFLOP/s in {self.dtype}: "
+            f"{percent(self.share_of_floor)} of the step."
         )
         if self.share_of_floor > 1:
             text += " More than all of it, since patches leave out work (padding, ignored labels), or large"
@@ -136,8 +130,8 @@ class Profile:
         times = self.waited_s / self.step_s
         how = f"{times:.1f} times" if times >= 1 else f"{times:.0%} of"
         return (
-            f"Between two steps the loop waits {_time(self.waited_s)}, {how} the step's own time: for data, "
-            "if it does nothing else there. DataLoader(num_workers=..., prefetch_factor=..., "
+            f"Between two steps the loop waits {in_units(self.waited_s)}, {how} the step's own time: for "
+            "data, if it does nothing else there. DataLoader(num_workers=..., prefetch_factor=..., "
             "persistent_workers=True) loads beside the step, pin_memory=True and .to(device, "
             "non_blocking=True) copy beside it; preparing the data once, before, is cheaper still."
         )
@@ -147,41 +141,7 @@ class Profile:
             return ""
         name = max(self.groups, key=self.groups.__getitem__)
         share = self.groups[name]
-        advice = {
-            PRODUCTS: self._on_products,
-            OPTIMIZER: self._on_optimizer,
-            COMPILED: lambda: "what Inductor has fused; less of it means a smaller model or lower precision",
-            OTHERS: self._on_others,
-            BETWEEN: self._on_between,
-        }[name]()
-        return f"{share:.0%} of the step is {name}: {advice}."
-
-    def _on_products(self) -> str:
-        ms = self.groups[PRODUCTS] * (self.profiled_ms or 0.0)
-        if not self.flops or not self.rate or not ms:
-            return "a larger batch or lower precision makes them faster"
-        reached = self.flops / (ms / 1e3) / (self.rate * 1e9)
-        if reached >= NEAR_THE_RATE:
-            left = "there is little left but a larger batch or lower precision"
-        else:
-            left = "larger matrices (a larger batch, fewer and wider layers) would use the machine better"
-        return f"at {_percent(reached)} of the measured rate {left}"
-
-    def _on_optimizer(self) -> str:
-        if "optimizer" in self.applied:
-            return "it is fused already; a larger accumulate= takes fewer steps for the same tokens"
-        return (
-            "a fused one is faster (autofuse.FusedAdam, fused=True); a larger accumulate= means fewer steps"
-        )
-
-    def _on_others(self) -> str:
-        dearest = next((cost.name for cost in self.operations if cost.group == OTHERS), "")
-        joined = "" if self.compiled else "; compile=True joins neighbours into one pass over memory"
-        return f"norms, activations, dropout, copies and the like, above all {dearest}{joined}"
-
-    def _on_between(self) -> str:
-        remedy = "a larger batch" if self.compiled else "a larger batch, or compile=True,"
-        return f"Python, and waiting for it; {remedy} gives each call more to do"
+        return f"{share:.0%} of the step is {name}: {advice_on(name, self)}."
 
     # --- how it looks --------------------------------------------------------------------------
 
@@ -205,7 +165,7 @@ class Profile:
 
     def _repr_html_(self) -> str:
         tables = self._tables()
-        words = "".join(f"<p>{_escaped(line)}</p>" for line in self.lines())
+        words = "".join(f"<p>{escaped(line)}</p>" for line in self.lines())
         return "".join(map(as_html, tables)) + words
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,43 +193,6 @@ def _table(what: str, costs: list[Cost], title: str, *, calls: bool = False, bac
     return table
 
 
-def _time(seconds: float) -> str:
-    """
-    >>> _time(2.0), _time(0.0314), _time(2e-6)
-    ('2.00 s', '31.4 ms', '2 µs')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def _percent(share: float) -> str:
-    """
-    >>> _percent(0.253), _percent(0.002)
-    ('25%', 'under 1%')
-    """
-    return f"{share:.0%}" if share >= 0.01 else "under 1%"
-
-
-def _si(value: float) -> str:
-    """
-    >>> _si(2.5e9), _si(12)
-    ('2.5 G', '12 ')
-    """
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
 # --- watching ----------------------------------------------------------------------------------
 
 
@@ -283,9 +206,11 @@ def profile(
 ) -> Iterator[Profile]:
     """Watch the steps of the loop inside: real training steps, with the very same numbers as without.
 
+    Profile once the tuner is done, or steps with and without patches are mixed (a note says so).
     The first step is left out. A few are timed as they are, up to three run under torch.profiler,
     and what follows is timed again. At the end the FLOPs are counted on one batch, without patches
-    and without a trace: with several processes, all of them have to profile.
+    and without a trace: with several processes, all of them have to profile. Where the loop
+    is left by an error, the times and the trace are kept, and no FLOPs are counted.
 
     Args:
         steps: watch that many optimizer steps, the last of them under the profiler, whatever else
@@ -295,8 +220,8 @@ def profile(
         trace: write a Chrome trace of the profiled steps to this path.
 
     Raises:
-        ValueError: ``steps`` is below 2, the folder of ``trace`` does not exist, or ``nvtx`` is asked
-            for without CUDA or together with ``trace``.
+        ValueError: ``steps`` is no whole number of at least 2, ``trace`` is a folder or in one that does
+            not exist, or ``nvtx`` is asked for without CUDA or together with ``trace``.
 
     >>> import autofuse
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -313,10 +238,8 @@ def profile(
     watch.begin()
     try:
         yield watch.profile
-    except Exception as error:
-        watch.end()
-        watch.profile.notes.append(f"The loop was left by an error ({first_line(error)}).")
-        watch.measure()
+    except BaseException as error:  # Ctrl+C too: what was measured until then is kept
+        watch.left_by(error, trace)
         raise
     finally:
         watch.end()
@@ -326,8 +249,10 @@ def profile(
 
 
 def _check(steps: int | None, nvtx: bool, trace: str | Path | None) -> None:
-    if steps is not None and steps < 2:
-        raise ValueError(f"steps={steps}: expected at least 2, since the first step is never counted")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 2):
+        raise ValueError(
+            f"steps={steps!r}: expected a whole number of at least 2, since the first step is never counted"
+        )
     if nvtx and not torch.cuda.is_available():
         raise ValueError(
             "nvtx=True marks ranges for Nsight Systems and needs CUDA, which is not available here"
@@ -337,6 +262,8 @@ def _check(steps: int | None, nvtx: bool, trace: str | Path | None) -> None:
             "nvtx=True and trace= exclude each other: one tool alone can listen to a GPU. Leave trace= out "
             "and record with `nsys profile`, or leave nvtx=True out"
         )
+    if trace is not None and Path(trace).is_dir():
+        raise ValueError(f"trace={str(trace)!r} is a folder: expected the path of a file, such as trace.json")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise ValueError(f"trace={str(trace)!r}: the folder {Path(trace).absolute().parent} does not exist")
 
@@ -357,6 +284,11 @@ class _Watch:
         self._recorded = nvtx
         report = step.report
         self.profile = Profile(report.hardware, report.model)
+        if step.tuning:
+            self.profile.notes.append(
+                "The tuner is still at work: these figures mix steps with and without the patches that it "
+                'compares. Profile once step.report.tuning.state is "done".'
+            )
 
     def begin(self) -> None:
         self._step.clock.listen(self)
@@ -410,7 +342,9 @@ class _Watch:
         """Fill in the times and the costs."""
         profile = self.profile
         profile.steps, profile.profiled = len(self._timed), len(self._profiled)
-        profile.applied = [row.name for row in self._step.report.rows if row.status == "kept"]
+        report = self._step.report
+        profile.applied = [row.name for row in report.rows if row.status == "kept"]
+        profile.refused, profile.fused_optimizer = refused(report), has_fused_steps(self._step.optimizers)
         profile.dtype = str(precision_of(self._step)).removeprefix("torch.")
         if self._timed:
             profile.step_s = median(sample.seconds for sample in self._timed)
@@ -433,6 +367,20 @@ class _Watch:
         else:
             why = self._recorder.refused or f"the loop ended after {self._seen} optimizer steps"
             profile.notes.append(f"The costs by operation and the FLOPs were not measured: {why}.")
+
+    def left_by(self, error: BaseException, trace: str | Path | None) -> None:
+        """Keep what was measured until ``error``; nothing here may take its place."""
+        broken_off = ", in the midst of what the profiler recorded" if self._recorder.running else ""
+        notes = self.profile.notes
+        notes.append(f"The loop was left by an error ({first_line(error).rstrip(': ')}){broken_off}.")
+        try:
+            self.end()
+            self.measure()
+            if self._profiled:
+                notes.append("The FLOPs were not counted: that runs a step's forward and backward once more.")
+            self.export(trace)
+        except Exception as another:
+            notes.append(f"Not all that was measured could be kept: {first_line(another)}.")
 
     def count(self) -> None:
         """Fill in the FLOPs and the rate; runs one step's forward and backward once more."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from autofuse.plan import Row
+from autofuse.plan import Row, row_named
 from autofuse.savings import Savings, savings_of
 from autofuse.tables import arrow, content, measured_gain, render, share, to_html
 
@@ -84,6 +84,11 @@ class Tuning:
         """How many times as fast the step is as it was; None until it is measured."""
         return self.baseline_ms / self.final_ms if self.baseline_ms and self.final_ms else None
 
+    @property
+    def stopped(self) -> str:
+        """The note on why it ended before everything was tried (a loaded state, a later call); else ""."""
+        return next((note for note in self.notes if note.startswith("Tuning was stopped:")), "")
+
     def sentences(self, kept: bool, undone: bool = False) -> list[str]:
         """What was found; ``kept``: whether any patch is in place; ``undone``: it was taken back."""
         if self.state == "waiting":
@@ -92,8 +97,10 @@ class Tuning:
             return [f"Still measuring: {self.steps} steps in {_seconds(self.seconds)} so far.", *self.notes]
         if self.state != "done":
             return ["How much faster it is was not measured.", *self.notes]
-        nothing = "Undone" if undone else "Nothing helped"
+        nothing = "Undone" if undone else "Nothing was kept" if self.stopped else "Nothing helped"
         found = self._speed() if kept else [f"{nothing}: the loop is as it was."]
+        if kept and self.stopped and not found:
+            found = ["How much faster it is was not measured."]
         return [*found, self._cost(kept), *self.notes]
 
     def _speed(self) -> list[str]:
@@ -157,7 +164,7 @@ class Report:
     tuning: Tuning = field(default_factory=Tuning)
 
     def __getitem__(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+        return row_named(self.rows, name)
 
     @property
     def _kept(self) -> bool:
@@ -214,7 +221,7 @@ class Report:
 
         Raises:
             ImportError: matplotlib is not installed.
-            RuntimeError: nothing has been measured yet.
+            RuntimeError: nothing has been measured, or not in this run.
             ValueError: shares were measured, but how long a step took is not known.
         """
         from autofuse.figures import waterfall
@@ -243,7 +250,7 @@ class Report:
 
         Raises:
             ValueError: a figure is negative or not finite, or CO2 is asked for without kilowatts.
-            RuntimeError: nothing has been measured yet.
+            RuntimeError: nothing has been measured, or not in this run.
 
         >>> tuning = Tuning("done", baseline_ms=800.0, final_ms=400.0)
         >>> report = Report([Row("loss", "kept")], "this CPU", "GPT2", tuning=tuning)
@@ -251,7 +258,8 @@ class Report:
         36.0
         """
         tuning = self.tuning
-        nothing = tuning.state == "done" and not self._kept
+        tried = self._measured or not tuning.stopped
+        nothing = tuning.state == "done" and not self._kept and tried
         gain, interval = (0.0, None) if nothing else (tuning.gain, tuning.interval)
         self._check_measured(gain is not None)
         assert gain is not None
@@ -272,6 +280,13 @@ class Report:
         if self.tuning.state == "not measured":
             raise RuntimeError(
                 "nothing was measured: optimize(..., measure=True) without plan= times the patches"
+            )
+        if self.tuning.state == "done":
+            stopped = f"a state was loaded, or tuning was stopped ({self.tuning.stopped})"
+            why = stopped if self.tuning.stopped else "nothing of what is kept was timed"
+            raise RuntimeError(
+                f"this run has not measured how much faster the loop is, and will not: {why}. Call "
+                "optimize(..., measure=True) anew to measure, and load no state into it"
             )
         raise RuntimeError(
             f"nothing has been measured yet (the tuner is {self.tuning.state}): train some more steps first"

@@ -130,7 +130,10 @@ _STYLE = {"kept": "green", "planned": "cyan", "rejected": "yellow", "skipped": "
 def render(rows: Iterable[Row], title: str, lines: Iterable[str] = (), width: int | None = None) -> str:
     """The rows as plain text, as wide as the terminal (`WIDTH` where there is none), then ``lines``."""
     width = max(width or shutil.get_terminal_size((WIDTH, 0)).columns, NARROWEST)
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    # Not forced, rich shows in a notebook's own way whatever it prints to any file.
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, force_jupyter=False, legacy_windows=False
+    )
     console.print(*content(rows, title, lines, width), sep="\n")
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in printed.splitlines()).rstrip()
@@ -239,13 +242,13 @@ def _details(row: Row) -> str:
 
 def as_text(table: Table, width: int = 118) -> str:
     """Any table, as it prints."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(table)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
 def as_html(table: Table) -> str:
     """Any table, as a notebook shows it."""
-    console = Console(file=io.StringIO(), width=118, record=True)
+    console = Console(file=io.StringIO(), width=118, record=True, force_jupyter=False)
     console.print(table)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -188,3 +188,43 @@ def test_another_target_is_refused_with_what_is_expected(target: Any) -> None:
 def test_every_must_be_a_number_of_steps(every: Any) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         make_step().log_to(Run(), every=every)
+
+
+class TextWriter:
+    """A SummaryWriter's two methods that are used."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+        self.texts: list[str] = []
+
+    def add_scalar(self, tag: str, value: float, global_step: int) -> None:
+        self.scalars[tag] = value
+
+    def add_text(self, tag: str, text: str, global_step: int) -> None:
+        self.texts.append(text)
+
+
+def test_the_report_has_what_was_measured() -> None:
+    """The figures are put into a tuner's report by hand: how they are measured is not the log's."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = autofuse.optimize(model, optimizer, loss_fn=F.mse_loss, precision="fp32", compile=False)
+    step.stop_tuning()
+    run, writer = Run(), TextWriter()
+    step.log_to(run, every=1)
+    step.log_to(writer, every=1)
+    train(step, 2)
+    assert "autofuse/speedup" not in run.summary and "autofuse/speedup" not in writer.scalars
+    assert "autofuse/norms/gain" not in run.summary
+    report = step.report
+    row, tuning = report["norms"], report.tuning
+    row.before_ms, row.after_ms, row.gain, row.interval = 812.3, 609.2, 0.25, (0.2, 0.3)
+    tuning.baseline_ms, tuning.final_ms = 812.3, 406.15
+    train(step, 1)
+    figures = {name: run.summary[f"autofuse/norms/{name}"] for name in ("before_ms", "after_ms", "gain")}
+    assert figures == {"before_ms": 812.3, "after_ms": 609.2, "gain": 0.25}
+    assert run.summary["autofuse/speedup"] == writer.scalars["autofuse/speedup"] == 2.0
+    assert "| 812 → 609 | 25% (20 to 30) |" in writer.texts[-1]
+    assert "2.00 times as fast as the loop was." in writer.texts[-1]
+    assert len(writer.texts) == 2
+    assert {line.count("|") for line in writer.texts[-1].splitlines() if line.startswith("|")} == {6}

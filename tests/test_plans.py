@@ -144,3 +144,51 @@ def test_a_broken_patcher_is_a_rejection(monkeypatch):
     monkeypatch.setattr("autofuse.registry._entries", lambda: entries)
     row = autofuse.plan(*make())["broken"]
     assert row.status == "rejected" and "no_such_module" in row.reason
+
+
+def test_what_is_no_plan_is_refused_with_what_it_is(tmp_path):
+    plan, path = autofuse.plan(*make()), tmp_path / "plan.json"
+
+    def refusal(data):
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        with pytest.raises(ValueError) as error:
+            autofuse.Plan.load(path)
+        assert str(path) in str(error.value)
+        return str(error.value)
+
+    data = plan.to_dict()
+    assert "not a saved plan (KeyError: 'hardware')" in refusal({"rows": []})
+    assert "report's JSON" in refusal(autofuse.optimize(*make(), measure=False).report.to_json())
+    assert "version 2" in refusal({**data, "version": 2}) and "version None" in refusal(
+        {key: value for key, value in data.items() if key != "version"}
+    )
+    for other in ("[1]", "3", "no json", '{"rows": [3]}', '{"rows": [{"name": "norms", "colour": 1}]}'):
+        assert "not a saved plan" in refusal(other)
+
+
+def test_a_plan_for_another_model_says_what_was_not_found():
+    model, optimizer = make()
+    saved = autofuse.plan(model, optimizer, skip=["compile", "precision"])
+    assert autofuse.optimize(model, optimizer, plan=saved).plan.note == ""
+
+    class Smaller(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = self.blocks[:2]
+
+    other = Smaller()
+    step = autofuse.optimize(other, torch.optim.AdamW(other.parameters()), plan=saved)
+    assert "was made for Net, and this model is Smaller." in step.plan.note
+    assert re.search(r"2 of the \d+ sites .* blocks.2.attention_norm \(norms\)", step.plan.note)
+    assert step.plan.note in str(step.report).replace("\n", " ")
+    without = autofuse.optimize(Smaller(), None, plan=saved, skip=["norms"])
+    assert "blocks" not in without.plan.note and "(optimizer)" in without.plan.note
+
+
+def test_a_row_that_is_not_there_is_named_with_its_neighbour():
+    step = autofuse.optimize(*make(), measure=False)
+    for rows in (step.plan, step.report):
+        with pytest.raises(KeyError, match="no row 'nrms'; did you mean 'norms'"):
+            rows["nrms"]
+    with pytest.raises(KeyError, match="There are: none"):
+        autofuse.Plan([], "cpu")["norms"]

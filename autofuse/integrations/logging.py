@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofuse.clock import Sample, StepClock
+from autofuse.tables import arrow, measured_gain, share
 
 if TYPE_CHECKING:
-    from autofuse.plan import Row
+    from autofuse.report import Report
     from autofuse.step import TrainingStep
 
 __all__ = ["LogHandle", "log_to"]
 
+_SPEEDUP = "autofuse/speedup"
+
 
 def log_to(step: TrainingStep, target: Any, *, every: int = 10) -> LogHandle:
     """Log ``autofuse/step_ms``, ``autofuse/tokens_per_second`` and ``autofuse/waited_ms``, each over the
-    last ``every`` optimizer steps, and the report once after each change of it.
+    last ``every`` optimizer steps, and the report once after each change of it: each row's status, reason,
+    milliseconds and gain, and ``autofuse/speedup``, how many times as fast the whole step is, once measured.
 
     A GPU is never waited for. Steps with something that happens once in them (a compilation) are
     left out.
@@ -62,7 +66,7 @@ class LogHandle:
         self._clock: StepClock = step.clock
         self._samples: list[Sample] = []
         self._seen = 0
-        self._rows: list[tuple[str, str, str]] | None = None
+        self._reported: Any = None
         self._clock.listen(self._on_sample, exact=False)
 
     def remove(self) -> None:
@@ -80,10 +84,12 @@ class LogHandle:
         self._samples = []
         if scalars:
             self._sink.scalars(scalars, report.counters.steps)
-        rows = [(row.name, row.status, row.reason) for row in report.rows]
-        if rows != self._rows:
-            self._rows = rows
-            self._sink.report(report.rows, report.counters.steps)
+        rows = [
+            (row.name, row.status, row.reason, row.before_ms, row.after_ms, row.gain) for row in report.rows
+        ]
+        if (rows, report.tuning.speedup) != self._reported:
+            self._reported = (rows, report.tuning.speedup)
+            self._sink.report(report, report.counters.steps)
 
 
 def _means(samples: Sequence[Sample]) -> dict[str, float]:
@@ -119,11 +125,22 @@ class _TensorBoard:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
-    def report(self, rows: Sequence[Row], step: int) -> None:
+    def report(self, report: Report, step: int) -> None:
+        speedup = report.tuning.speedup
+        if speedup is not None:
+            self._writer.add_scalar(_SPEEDUP, speedup, step)
         if not callable(getattr(self._writer, "add_text", None)):
             return
-        lines = ["| patch | status | what and why |", "| --- | --- | --- |"]
-        lines += [f"| {row.name} | {row.status} | {row.reason.replace('|', '&#124;')} |" for row in rows]
+        lines = [
+            "| patch | status | ms per step | saves (95%) | what and why |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for row in report.rows:
+            ms, saves = arrow(row.before_ms, row.after_ms), share(measured_gain(row), row.interval)
+            cells = (row.name, row.status, ms, saves, row.reason.replace("|", "&#124;"))
+            lines.append(f"| {' | '.join(cells)} |")
+        if speedup is not None:
+            lines += ["", f"{speedup:.2f} times as fast as the loop was."]
         self._writer.add_text("autofuse/report", "\n".join(lines), step)
 
 
@@ -138,8 +155,15 @@ class _Wandb:
     def scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log({**values, "autofuse/step": step})
 
-    def report(self, rows: Sequence[Row], step: int) -> None:
-        found = {f"autofuse/{row.name}": f"{row.status}: {row.reason}" for row in rows}
+    def report(self, report: Report, step: int) -> None:
+        found: dict[str, Any] = {}
+        for row in report.rows:
+            name = f"autofuse/{row.name}"
+            found[name] = f"{row.status}: {row.reason}"
+            figures = {"before_ms": row.before_ms, "after_ms": row.after_ms, "gain": measured_gain(row)}
+            found |= {f"{name}/{key}": value for key, value in figures.items() if value is not None}
+        if report.tuning.speedup is not None:
+            found[_SPEEDUP] = report.tuning.speedup
         summary = getattr(self._run, "summary", None)
         if callable(getattr(summary, "update", None)):
             summary.update(found)  # type: ignore[union-attr]

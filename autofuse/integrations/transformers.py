@@ -13,9 +13,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from autofuse.patch import Transaction
+from autofuse.plan import Plan
 from autofuse.step import TrainingStep
 
-__all__ = ["optimize_trainer"]
+__all__ = ["optimize_trainer", "plan_trainer"]
 
 
 class _Counting(TrainerCallback):
@@ -63,28 +64,58 @@ def optimize_trainer(
         ValueError: an argument was given that the Trainer's own loop decides, or ``precision="fp16"``,
             whose loss scaling is the Trainer's; or the Trainer makes its model in ``train()``.
     """
+    options = _checked(trainer, given, precision, options)
+    step = optimize(trainer.model, _optimizer(trainer), **options)
+    _say_whose(trainer, step.plan)
+    step.agreement.several = trainer.args.world_size > 1  # it wraps the model itself, later
+    step.attach(lambda transaction: _wrap(trainer, step, transaction))
+    return step
+
+
+def plan_trainer(
+    trainer: Any, plan: Callable[..., Plan], given: Mapping[str, Any], *, precision: str, **options: Any
+) -> Plan:
+    """The plan of what `optimize_trainer` would do; the Trainer is left as it is."""
+    options = _checked(trainer, given, precision, options)
+    before = trainer.optimizer
+    try:
+        made = plan(trainer.model, _optimizer(trainer), **options)
+        _say_whose(trainer, made)
+        return made
+    finally:
+        trainer.optimizer = before
+
+
+def _say_whose(trainer: Any, plan: Plan) -> None:
+    """Its own mixed precision is the reason, not an argument that nobody gave."""
+    asked = "bf16=True" if trainer.args.bf16 else "fp16=True" if trainer.args.fp16 else None
+    for row in plan.rows if asked else ():
+        if row.name in ("tf32", "precision") and row.status == "rejected":
+            row.reason = f"the Trainer's own: {asked} is among its arguments"
+
+
+def _checked(
+    trainer: Any, given: Mapping[str, Any], precision: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options for the Trainer's model, if nothing was given that the Trainer decides."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"with a Trainer {name} is the Trainer's own: use {THE_TRAINERS[name]}")
     if trainer.model_init is not None:
         raise ValueError("Trainer(model_init=...) makes another model in train(): pass it model= instead")
-    arguments = trainer.args
     if precision == "fp16":
         raise ValueError('for a Trainer ask for fp16 with TrainingArguments(fp16=True), not precision="fp16"')
-    if arguments.bf16 or arguments.fp16:
-        precision = "fp32"
-    if options.get("steps") is None:
-        options["steps"] = _steps(trainer)
+    own = trainer.args.bf16 or trainer.args.fp16
+    steps = options.get("steps")
+    steps = _steps(trainer) if steps is None else steps
+    return {**options, "precision": "fp32" if own else precision, "steps": steps}
+
+
+def _optimizer(trainer: Any) -> Any:
+    """The Trainer's optimizer, made if it is not there yet."""
     if trainer.optimizer is None and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         trainer.create_optimizer()
-    step = optimize(trainer.model, trainer.optimizer, precision=precision, **options)
-    asked = "bf16=True" if arguments.bf16 else "fp16=True" if arguments.fp16 else None
-    for row in step.plan.rows if asked else ():
-        if row.name in ("tf32", "precision") and row.status == "rejected":
-            row.reason = f"the Trainer's own: {asked} is among its arguments"
-    step.agreement.several = arguments.world_size > 1  # it wraps the model itself, later
-    step.attach(lambda transaction: _wrap(trainer, step, transaction))
-    return step
+    return trainer.optimizer
 
 
 def _steps(trainer: Any) -> int | None:
