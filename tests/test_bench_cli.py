@@ -101,9 +101,8 @@ def test_the_gpu_script_at_toy_sizes(tmp_path: Path) -> None:
     assert set(found["parts"]) == {"checks", "timings", *gpu.MODELS}
     checks = found["parts"]["checks"]
     assert {row["provider"] for row in checks} == {"torch", "native"}
-    # PyTorch's own kernel on CPUs sums the weight's gradient in bf16.
-    assert all(row["right"] or row["operation"] == "layer norm, 64 x 32, bf16" for row in checks)
-    assert done.returncode == (0 if all(row["right"] for row in checks) else 1)
+    assert all(row["right"] for row in checks)
+    assert done.returncode == 0
     assert all(row["ms"] > 0 for row in found["parts"]["timings"])
     for name in gpu.MODELS:
         assert all(row["median_s"] > 0 for row in found["parts"][name]["candidates"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from math import inf, isfinite, nan
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,10 +161,33 @@ def test_a_workload_whose_packages_are_missing_says_so() -> None:
 # --- candidates and the race -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compiled code that all tests here share: compiling takes long."""
-    return str(tmp_path_factory.mktemp("inductor"))
+class InThread(Thread):
+    """Stands for a candidate's process: to start one takes ten times as long as these models train."""
+
+    def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+        *others, end = args  # the parent closes its copy of the pipe's end, a process has one of its own
+        super().__init__(target=target, args=(*others, Connection(os.dup(end.fileno()))), daemon=daemon)
+
+    def join(self, timeout: float | None = 60.0) -> None:
+        super().join(timeout)
+
+    def kill(self) -> None:
+        raise AssertionError("a candidate did not end")
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which `work` sets: restored afterwards
+    monkeypatch.setattr("autofuse.bench.race.Process", InThread)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, and never another
+
+
+def quickly(names: str) -> list[Candidate]:
+    """The candidates without the minutes that Inductor takes."""
+    return [replace(candidate, backend="eager") for candidate in named(names)]
 
 
 @pytest.fixture(autouse=True)
@@ -169,34 +196,36 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_each_candidate_trains(name: str, cache: str) -> None:
-    candidate = CANDIDATES[name]
+@pytest.mark.usefixtures("in_threads")
+def test_each_candidate_trains(name: str) -> None:
+    (candidate,) = quickly(name)
     if candidate.missing:
         pytest.skip(candidate.missing)
-    (runner,) = race(TOY, [candidate], steps=2, cache=cache)
+    (runner,) = race(TOY, [candidate], steps=2)
     assert runner.failure is None
     assert len(runner.warm_up.seconds) >= 3 and len(runner.rounds) == 2
     assert all(map(isfinite, runner.losses)) and runner.setup > 0
 
 
-def test_all_ways_train_alike_on_a_net_with_its_own_forward(cache: str) -> None:
+@pytest.mark.parametrize("names", ["fused,autofuse-fp32", "accelerate-fp32", "trainer"])
+@pytest.mark.usefixtures("in_threads")
+def test_all_ways_train_alike_on_a_net_with_its_own_forward(names: str) -> None:
     workload = tiny(WORKLOADS["legacy"])
-    eagerly = [replace(candidate, compiled=False) for candidate in named("accelerate-fp32,trainer")]
-    runners = race(workload, [*named("eager,fused,autofuse-fp32"), *eagerly], steps=1, cache=cache)
-    result = results(workload, runners)
-    for row in result["candidates"]:
+    eager, *rows = results(workload, race(workload, quickly(f"eager,{names}"), steps=1))["candidates"]
+    for row in rows:
         assert row["failure"] is None
         if row["name"] == "trainer":
             assert row["loss_difference"] is None and row["computes_in"] == "bf16"
-            assert row["losses"][0] == pytest.approx(result["candidates"][0]["losses"][0], rel=0.02)
+            assert row["losses"][0] == pytest.approx(eager["losses"][0], rel=0.02)
         else:
             assert row["loss_difference"] < 1e-4
 
 
-def test_candidates_race_and_their_figures_and_failures_are_shown(cache: str) -> None:
+@pytest.mark.usefixtures("in_threads")
+def test_candidates_race_and_their_figures_and_failures_are_shown() -> None:
     broken = Candidate("broken", "broken", "autofuse", "fp64")  # type: ignore[arg-type]
     absent = Candidate("absent", "absent", "accelerate", needs=("no_such_package",))
-    runners = race(GPT2, [*named("eager,fused,autofuse-fp32"), broken, absent], steps=3, cache=cache)
+    runners = race(GPT2, [*quickly("eager,fused,autofuse-fp32"), broken, absent], steps=3)
     result = results(GPT2, runners, Floor(10**6, {"fp32": 100.0}))
     assert result["best_hand_tuned"] == "fused"
     *good, bad, missing = result["candidates"]
@@ -351,10 +380,13 @@ def test_a_floor_that_cannot_be_found_is_a_reason() -> None:
     assert isinstance(found, str) and "no_such_package" in found
 
 
-def test_the_memory_of_a_step_is_that_of_its_gradients_and_others(cache: str) -> None:
+@pytest.mark.usefixtures("in_threads")
+def test_the_memory_of_a_step_is_that_of_its_gradients_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row.name: row for row in quickly("eager,autofuse,autofuse-fp32")}
+    monkeypatch.setattr("autofuse.bench.figures.CANDIDATES", rows)
     workload = tiny(BIG_VOCABULARY)
     gradients = sum(p.numel() * p.element_size() for p in workload.make(1).model.parameters())
-    result = memory(workload, cache)
+    result = memory(workload)
     for peak in result["peaks"].values():
         assert peak["peak"] >= gradients and 0 < peak["others"] <= peak["peak"]
     assert len(list(memory_goals(result))) == 2

@@ -133,11 +133,11 @@ def spread(values: Sequence[float]) -> float:
     return high - low
 
 
-def memory(workload: Workload = BIG_VOCABULARY, cache: str | None = None) -> dict[str, Any]:
+def memory(workload: Workload = BIG_VOCABULARY) -> dict[str, Any]:
     """The peaks of eager and of autofuse, each after its warm-up in a fresh process, in bytes."""
     peaks: dict[str, Memory] = {}
     for name in ("eager", "autofuse", "autofuse-fp32"):
-        runner = Runner(workload, CANDIDATES[name], cache=cache)
+        runner = Runner(workload, CANDIDATES[name])
         try:
             runner.start()
             runner.settle()
