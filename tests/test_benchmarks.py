@@ -326,8 +326,8 @@ def test_goals_of_one_model() -> None:
         ({"ratio": 1.04}, "over compile"),
         ({"ratio": None}, "over compile"),
         ({"ratio": nan}, "over compile"),
-        ({"until_fast_s": 11.0}, "first useful step"),
-        ({"until_fast_s": None}, "first useful step"),
+        ({"until_fast_s": 11.0}, "time until fast"),
+        ({"until_fast_s": None}, "time until fast"),
         ({"floor_share": 0.84}, "share of the floor"),
         ({"floor_share": None}, "share of the floor"),
         ({"loss_difference": 1e-3}, "difference of an fp32 loss"),
@@ -349,12 +349,27 @@ def test_half_of_the_models_must_be_faster() -> None:
     assert list(goals_over_all([fast])) == []
 
 
-def test_the_first_useful_step() -> None:
-    assert until_fast(1.0, [5.0, 1.0, 1.0, 1.0], 1.0) == 6.0
-    assert until_fast(1.0, [1.0], 1.0) is None  # too few to tell
-    assert until_fast(1.0, [200.0, 1.0, 1.0], 1.0) == 201.0
-    assert until_fast(1.0, [3.0, 3.0, 3.0], 1.0) is None
-    assert until_fast(1.0, [], None) is None
+@pytest.mark.parametrize(
+    ("warm_up", "fast_after"),
+    [
+        ([5.0, 1.0, 1.0], 8.0),
+        ([200.0, 1.0, 1.0], 203.0),
+        ([1.0, 1.0, 9.0], 12.0),  # nothing of the warm-up is left
+        ([1.0, 1.0, 1.0, *[2.0] * 20, 1.0, 1.0], 46.0),  # lucky early steps
+        ([1.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0], 34.0),  # a compilation was to come
+        ([2.0, 1.0] * 10 + [1.0] * 30, 22.0),  # 3 slow steps of the trial are left in 36
+        ([1.0, 1.5] * 10, 27.0),  # a trial that goes on to the end: half of the steps are slow
+        ([3.0, 3.0, 3.0], 12.0),  # only the rounds are fast
+    ],
+)
+def test_fast_is_what_stays_fast(warm_up: list[float], fast_after: float) -> None:
+    assert until_fast(1.0, warm_up, [1.0, 1.0, 1.0], 1.0) == fast_after
+
+
+def test_too_few_steps_are_never_fast() -> None:
+    assert until_fast(1.0, [1.0], [1.0], 1.0) is None
+    assert until_fast(1.0, [3.0, 3.0], [3.0], 1.0) is None
+    assert until_fast(1.0, [], [], None) is None
 
 
 def test_a_goal_that_is_not_a_number_is_not_met() -> None:

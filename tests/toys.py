@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["broken", "classifier", "with_optimizer"]
+__all__ = ["broken", "classifier", "with_optimizer", "without_loss", "wrong_shapes"]
 
 
 class Classifier(nn.Module):
@@ -33,3 +33,13 @@ def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, T
 
 def broken() -> nn.Module:
     return classifier()[0]
+
+
+def without_loss() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    return nn.Linear(4, 2), [{"input": torch.zeros(3, 4)}]
+
+
+def wrong_shapes() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    model, (batch, *_) = classifier()
+    model.head = nn.Linear(17, 64)
+    return model, [batch]

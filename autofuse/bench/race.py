@@ -13,13 +13,13 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -175,16 +175,23 @@ class Runner:
         return "bf16" if narrow else "fp32"
 
 
+class Say(Protocol):
+    """Where progress is shown."""
+
+    def __call__(self, text: str, passing: bool = False) -> object: ...
+
+
 def race(
     workload: Workload,
     candidates: Sequence[Candidate] = tuple(CANDIDATES.values()),
     steps: int = STEPS,
-    say: Callable[[str], object] = lambda text: None,
+    say: Say = lambda text, passing=False: None,
     seconds: float = float("inf"),
 ) -> list[Runner]:
     """All candidates in turns; those that are far behind drop out.
 
     Args:
+        say: is told what happens, ``passing`` where it is out of date soon.
         seconds: what the whole race may take, as far as that can be helped: who has not started by
             half of it does not take part, and no round begins after it.
     """
@@ -203,7 +210,7 @@ def race(
         for number in range(1, max(1, steps) + 1):
             if number > 1 and time.monotonic() - begun > seconds:
                 break
-            say(f"{workload.title}: round {number} of {steps}")
+            say(f"{workload.title}: round {number} of {steps}", passing=True)
             order.shuffle(going)
             for runner in going:
                 runner.turn()
