@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from math import inf, isfinite, nan
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import toys
 from rich.console import Console
 from torch import nn
 
@@ -161,26 +159,12 @@ def test_a_workload_whose_packages_are_missing_says_so() -> None:
 # --- candidates and the race -------------------------------------------------------------------
 
 
-class InThread(Thread):
-    """Stands for a candidate's process: to start one takes ten times as long as these models train."""
-
-    def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
-        *others, end = args  # the parent closes its copy of the pipe's end, a process has one of its own
-        super().__init__(target=target, args=(*others, Connection(os.dup(end.fileno()))), daemon=daemon)
-
-    def join(self, timeout: float | None = 60.0) -> None:
-        super().join(timeout)
-
-    def kill(self) -> None:
-        raise AssertionError("a candidate did not end")
-
-
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which `work` sets: restored afterwards
-    monkeypatch.setattr("autofuse.bench.race.Process", InThread)
+    monkeypatch.setattr("autofuse.bench.race.Process", toys.InThread)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, and never another
 

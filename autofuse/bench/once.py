@@ -11,6 +11,7 @@ import torch
 
 import autofuse
 from autofuse.bench.apart import apart, first_line
+from autofuse.bench.race import device_type
 from autofuse.bench.workloads import Workload
 
 __all__ = ["problem", "try_once"]
@@ -31,19 +32,26 @@ def try_once(workload: Workload) -> None:
     Raises:
         RuntimeError: it cannot, with the reason and the place in the user's code.
     """
-    reason = apart(problem, workload)
+    try:
+        reason = apart(problem, workload)
+    except RuntimeError as error:  # not even an error came back
+        raise RuntimeError(f"{workload.title}: {error}") from error
     if reason is not None:
         raise RuntimeError(reason)
 
 
 def problem(workload: Workload) -> str | None:
     """Why not even one step can be taken, and where; None if it can."""
+    device = device_type()
     try:
         model, _, batches = workload.make(1)
-        workload.loss(model, batches[0]).backward()
+        batch = {name: tensor.to(device) for name, tensor in batches[0].items()}
+        workload.loss(model.to(device), batch).backward()
     except Exception as error:
-        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"{workload.title}: {name}{first_line(error)}{_place(error.__traceback__)}"
+        place, message = _place(error.__traceback__), first_line(error)
+        if place or not isinstance(error, ValueError):  # ours are sentences, which need no class
+            message = f"{type(error).__name__}: {message}"
+        return message if message.startswith(workload.title) else f"{workload.title}: {message}{place}"
     return None
 
 

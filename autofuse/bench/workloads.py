@@ -279,9 +279,14 @@ class Own(Workload):
         module, _, name = self.function.partition(":")
         torch.manual_seed(0)
         try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # another one that it imports
+                raise
             raise ValueError(f"{self.function}: cannot be found: {error}") from error
+        function = getattr(found, name, None)
+        if not callable(function):
+            raise ValueError(f"{self.function}: cannot be found: there is no function {name} in {module}")
         parts = function()
         if not isinstance(parts, tuple) or len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
             raise ValueError(
