@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: the reader has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"autofuse {arguments.command}: {error}", file=sys.stderr)
         return 1
 
@@ -196,7 +196,12 @@ def _providers_table(hardware: Hardware, notes: dict[str, str]) -> Table:
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "bench", help="a training step by autofuse, by hand and by other libraries, side by side"
+        "bench",
+        help="a training step by autofuse, by hand and by other libraries, side by side",
+        description="Races autofuse against the same training by hand and by other libraries. Of a function "
+        "of your own: it must return the same each time it is called (each candidate calls it in a "
+        "process of its own); batches are mappings of tensors; model(**batch) must return a loss: an "
+        'object with .loss, or a mapping with "loss".',
     )
     parser.add_argument(
         "model",

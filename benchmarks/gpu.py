@@ -7,7 +7,7 @@ takes, then the training race in bf16. ``FOLDER/results.json`` and ``FOLDER/resu
 docs/benchmarks.md) are written after each part; a part that fails or for which no time is left says so
 and costs the others nothing: each runs in processes of its own. Exit status: 0; 1 where a provider's
 numbers are wrong or a part failed; 2 without CUDA. ``--smoke`` runs all of it at toy sizes on the CPU,
-which tests this script and measures nothing.
+without Inductor, which tests this script and measures nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autofuse.bench.candidates import CANDIDATES, Candidate
 from autofuse.bench.command import about
 from autofuse.bench.figures import results
 from autofuse.bench.race import race
-from autofuse.bench.tables import show
+from autofuse.bench.tables import seconds, show
 from autofuse.bench.workloads import WORKLOADS, Transformers, Workload
 from autofuse.hardware import Hardware
 from benchmarks import kernels
@@ -38,11 +38,12 @@ from benchmarks import kernels
 LEAST = 20.0  # seconds that a part must have left to begin
 STEPS = 30
 
+AUTOFUSE = CANDIDATES["autofuse"]
 COMPETITORS = (
     Candidate("eager-bf16", "eager, bf16", "eager", "bf16"),
     CANDIDATES["fused-bf16"],
     CANDIDATES["compile-bf16"],
-    CANDIDATES["autofuse"],
+    AUTOFUSE,
 )
 
 _GPT2, _LLAMA, _BERT = (WORKLOADS[name] for name in ("gpt2", "llama", "bert-mlm"))
@@ -183,8 +184,12 @@ def parts(run: Run, only: Sequence[str]) -> list[tuple[str, Callable[[], Any]]]:
     for number, name in enumerate(models):
         workload = toy(MODELS[name]) if run.smoke else MODELS[name]
         racing = COMPETITORS
-        if run.smoke and name != "gpt2":  # compiling is the same for all, and takes long
-            racing = tuple(c for c in COMPETITORS if not c.compiled)
+        if run.smoke:  # without the minutes that Inductor takes; one way to compile is enough
+            racing = tuple(
+                replace(c, backend="eager")
+                for c in COMPETITORS
+                if c is AUTOFUSE or (c.compiled and number == 0)
+            )
         share = 0.95 / (len(models) - number)
         found.append((name, lambda w=workload, s=share, r=racing: train(run, w, s, r)))  # type: ignore[misc]
     return [(name, function) for name, function in found if name in only]
@@ -287,7 +292,7 @@ def _race(result: Mapping[str, Any]) -> list[str]:
             row["title"] + (" (best by hand)" if row["name"] == result["best_hand_tuned"] else ""),
             _form(None if row["median_s"] is None else row["median_s"] * 1e3, ".1f"),
             _form(row["ratio"], ".3f"),
-            _form(row["until_fast_s"], ".1f"),
+            seconds(row["until_fast_s"]),
             _form(_megabytes(row["cuda_peak_bytes"]), ",.0f"),
             row["failure"] or "",
         )

@@ -1,11 +1,16 @@
-"""A model so small that compiling it takes seconds, as a user gives it to the benchmark."""
+"""Models so small that compiling one takes seconds, as a user gives them to the benchmark."""
 
 from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["broken", "classifier", "with_optimizer"]
+__all__ = ["InThread", "broken", "classifier", "with_optimizer", "without_loss", "wrong_shapes"]
 
 
 class Classifier(nn.Module):
@@ -33,3 +38,27 @@ def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, T
 
 def broken() -> nn.Module:
     return classifier()[0]
+
+
+def without_loss() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    return nn.Linear(4, 2), [{"input": torch.zeros(3, 4)}]
+
+
+def wrong_shapes() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    model, (batch, *_) = classifier()
+    model.head = nn.Linear(17, 64)
+    return model, [batch]
+
+
+class InThread(Thread):
+    """Stands for a candidate's process: to start one takes ten times as long as these models train."""
+
+    def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+        *others, end = args  # the parent closes its copy of the pipe's end, a process has one of its own
+        super().__init__(target=target, args=(*others, Connection(os.dup(end.fileno()))), daemon=daemon)
+
+    def join(self, timeout: float | None = 60.0) -> None:
+        super().join(timeout)
+
+    def kill(self) -> None:
+        raise AssertionError("a candidate did not end")

@@ -19,7 +19,6 @@ from autofuse.bench.workloads import Batch, Workload
 __all__ = ["CANDIDATES", "Candidate", "Job", "named"]
 
 RUN = 10_000  # steps of the run that autofuse is told to decide for
-EXTRA = {"accelerate": "hf", "transformers": "hf"}
 
 Kind = Literal["eager", "hand-tuned", "accelerate", "trainer", "autofuse"]
 
@@ -44,7 +43,8 @@ class Candidate:
         title: what tables call it.
         kind: whose it is. "hand-tuned" ones, all with a fused optimizer, are what others are held against.
         compiled: the whole model by ``torch.compile``.
-        needs: packages beside torch.
+        needs: packages beside torch, of the extra "hf".
+        backend: of ``torch.compile``; with any but "inductor", which tests use, autofuse compiles nothing.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Candidate:
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     compiled: bool = False
     needs: tuple[str, ...] = ()
+    backend: str = "inductor"
 
     @property
     def missing(self) -> str | None:
@@ -60,7 +61,7 @@ class Candidate:
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if not absent:
             return None
-        return f"not installed: {', '.join(absent)} (pip install 'autofuse[{EXTRA[absent[0]]}]')"
+        return f"not installed: {', '.join(absent)} (pip install 'autofuse[hf]')"
 
     def train(self, job: Job) -> None:
         """Take the steps that ``job.turns`` asks for, until it raises `Finished`."""
@@ -77,7 +78,7 @@ def _by_hand(candidate: Candidate, job: Job) -> None:
     workload, optimizer = job.workload, job.optimizer
     if candidate.kind == "hand-tuned":
         optimizer = workload.tuned(optimizer)
-    model: Any = torch.compile(job.model) if candidate.compiled else job.model
+    model: Any = torch.compile(job.model, backend=candidate.backend) if candidate.compiled else job.model
 
     def step(batch: Batch) -> Tensor:
         with torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=candidate.precision == "bf16"):
@@ -97,7 +98,7 @@ def _by_accelerate(candidate: Candidate, job: Job) -> None:
     accelerator = Accelerator(
         cpu=job.device.type == "cpu",
         mixed_precision="bf16" if candidate.precision == "bf16" else "no",
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if candidate.compiled else None,
+        dynamo_plugin=TorchDynamoPlugin(backend=candidate.backend) if candidate.compiled else None,
     )
     model, optimizer = accelerator.prepare(job.model, job.workload.tuned(job.optimizer))
 
@@ -146,6 +147,7 @@ def _by_trainer(candidate: Candidate, job: Job) -> None:
             folder,
             max_steps=10**9,
             torch_compile=candidate.compiled,
+            torch_compile_backend=candidate.backend if candidate.compiled else None,
             bf16=candidate.precision == "bf16",
             use_cpu=job.device.type == "cpu",
             max_grad_norm=0.0,
@@ -180,6 +182,7 @@ def _by_autofuse(candidate: Candidate, job: Job) -> None:
         job.optimizer,
         forward=job.workload.forward,
         precision=candidate.precision,
+        compile="auto" if candidate.backend == "inductor" else False,
         steps=RUN,
     )
 

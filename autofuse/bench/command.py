@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -19,13 +20,16 @@ import autofuse
 from autofuse.bench.candidates import CANDIDATES, Candidate, named
 from autofuse.bench.figures import Goal, goals, goals_over_all, memory, memory_goals, results
 from autofuse.bench.floor import floor_of
+from autofuse.bench.once import try_once
 from autofuse.bench.race import STEPS, device_type, race
 from autofuse.bench.tables import save_plot, show, show_memory
-from autofuse.bench.workloads import Workload
+from autofuse.bench.workloads import WORKLOADS, Workload
 from autofuse.hardware import Hardware
 from autofuse.registry import patcher_names
 
 __all__ = ["add_options", "run"]
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"some of {','.join(CANDIDATES)}; all by default",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there (png, svg, pdf)")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw the ratios there (png, svg, pdf)")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step too")
 
 
@@ -56,6 +60,26 @@ def _candidates(text: str) -> list[Candidate]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _writable(text: str) -> Path:
+    """Refused before the race, not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {what}; expected a file in a folder")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}: no permission")
+    return path
+
+
+def _picture(text: str) -> Path:
+    path = _writable(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"cannot draw {text}: its name must end in {', '.join(PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install 'autofuse[plot]'")
+    return path
+
+
 def run(workloads: Mapping[str, Workload], options: argparse.Namespace, big: Workload | None = None) -> int:
     """Measure, print and write; returns 1 where a goal is not met or a model's race gave no figures.
 
@@ -64,7 +88,7 @@ def run(workloads: Mapping[str, Workload], options: argparse.Namespace, big: Wor
         big: what ``--memory`` measures; by default the workloads themselves.
 
     Raises:
-        RuntimeError: no workload can run here, or ``--plot`` without matplotlib.
+        RuntimeError: no workload can run here, or a user's own cannot take a step.
     """
     console = Console(width=None if sys.stdout.isatty() else 170)
     figures: dict[str, Any] = {}
@@ -76,6 +100,8 @@ def run(workloads: Mapping[str, Workload], options: argparse.Namespace, big: Wor
             console.print(f"{workload.title}: skipped, not installed: {', '.join(workload.missing)}\n")
             figures[name] = {"title": workload.title, "skipped": workload.missing}
             continue
+        if name not in WORKLOADS:
+            try_once(workload)
         figures[name] = one_model(workload, options.candidates, options.steps, console)
         failed |= not any(row["median_s"] for row in figures[name]["candidates"])
         promised += goals(figures[name])
@@ -109,12 +135,19 @@ def one_model(
     """A race, shown."""
     start, load = time.monotonic(), _load()
     with console.status(f"{workload.title}: the floor") as status:
+
+        def say(text: str, passing: bool = False) -> None:
+            if console.is_terminal:
+                status.update(text)
+            elif not passing:  # a log gets a line for each candidate, not for each round
+                console.print(text, markup=False, highlight=False)
+
         floor = floor_of(workload)
-        runners = race(workload, candidates, steps, status.update)
+        runners = race(workload, candidates, steps, say)
     result = results(workload, runners, floor)
     result |= {"took_s": time.monotonic() - start, "load": [load, _load()]}
     show(result, console)
-    console.print(f"It took {result['took_s']:.0f} s; the load was {load:.1f} before it.\n")
+    console.print(f"{workload.title} took {result['took_s']:.0f} s; the load was {load:.1f} before it.\n")
     return result
 
 

@@ -13,12 +13,13 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +34,7 @@ __all__ = ["BATCHES", "STEPS", "Runner", "behind", "best", "device_type", "race"
 BATCHES = 3  # as many steps to warm up, and as many rounds before anybody drops out
 STEPS = 10
 TUNING_STEPS = 150  # at most, until autofuse has tuned
+Process = multiprocessing.get_context("spawn").Process
 FAR_BEHIND = 1.25  # times the best hand-tuned
 
 
@@ -58,7 +60,7 @@ def work(workload: Workload, candidate: Candidate, cache: str, parent: Connectio
         batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         turns = Turns(parent, device.type)
         candidate.train(Job(workload, model, optimizer, batches, device, turns))
-    except (Finished, EOFError):  # EOFError: the parent is gone
+    except (Finished, EOFError, ConnectionError):  # all but the first: the parent is gone
         pass
     except Exception as error:
         parent.send(Failure.of(error))
@@ -74,7 +76,6 @@ class Runner:
     Attributes:
         warm_up: the steps until it had settled; ``turns`` are the rounds that count.
         failure: why it gave up; None if it did not.
-        cache: a folder for compiled code; None: an empty one of its own.
     """
 
     workload: Workload
@@ -85,18 +86,16 @@ class Runner:
     report: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
     patience: float = PATIENCE
-    cache: str | None = None
 
     def start(self) -> None:
         self.failure = self.candidate.missing
         if self.failure is not None:
             return
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = Pipe()
         self._cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._process = context.Process(
+        self._process = Process(
             target=work,
-            args=(self.workload, self.candidate, self.cache or self._cache.name, theirs),
+            args=(self.workload, self.candidate, self._cache.name, theirs),
             daemon=True,
         )
         self._process.start()
@@ -176,23 +175,28 @@ class Runner:
         return "bf16" if narrow else "fp32"
 
 
+class Say(Protocol):
+    """Where progress is shown."""
+
+    def __call__(self, text: str, passing: bool = False) -> object: ...
+
+
 def race(
     workload: Workload,
     candidates: Sequence[Candidate] = tuple(CANDIDATES.values()),
     steps: int = STEPS,
-    say: Callable[[str], object] = lambda text: None,
+    say: Say = lambda text, passing=False: None,
     seconds: float = float("inf"),
-    cache: str | None = None,
 ) -> list[Runner]:
     """All candidates in turns; those that are far behind drop out.
 
     Args:
+        say: is told what happens, ``passing`` where it is out of date soon.
         seconds: what the whole race may take, as far as that can be helped: who has not started by
             half of it does not take part, and no round begins after it.
-        cache: a folder for compiled code that all share; None: each has an empty one of its own.
     """
     begun, order = time.monotonic(), random.Random(0)
-    runners = [Runner(workload, c, patience=min(PATIENCE, seconds), cache=cache) for c in candidates]
+    runners = [Runner(workload, c, patience=min(PATIENCE, seconds)) for c in candidates]
     try:
         for runner in runners:
             left = seconds / 2 - (time.monotonic() - begun)
@@ -206,7 +210,7 @@ def race(
         for number in range(1, max(1, steps) + 1):
             if number > 1 and time.monotonic() - begun > seconds:
                 break
-            say(f"{workload.title}: round {number} of {steps}")
+            say(f"{workload.title}: round {number} of {steps}", passing=True)
             order.shuffle(going)
             for runner in going:
                 runner.turn()

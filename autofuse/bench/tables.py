@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autofuse.bench.figures import NEVER_SLOWER
 
-__all__ = ["plot", "save_plot", "show", "show_memory"]
+__all__ = ["plot", "save_plot", "seconds", "show", "show_memory"]
 
 COLUMNS = (
     "s per step",
@@ -23,7 +23,8 @@ COLUMNS = (
     "share of floor",
     "first step, s",
     "fast after, s",
-    "warm-up",
+    "warm-up, steps",
+    "in s",
     "loss",
 )
 
@@ -48,9 +49,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             f"{row['ratio_iqr']:.3f}" if row["ratio"] is not None else "",
             _number(row["cpu_ratio"], ".3f"),
             _number(row["floor_share"], ".0%"),
-            _number(row["first_step_s"], ".1f"),
-            _number(row["until_fast_s"], ".1f"),
+            seconds(row["first_step_s"]),
+            seconds(row["until_fast_s"]),
             f"{len(row['warm_up_s'])}" + ("" if row["settled"] else "+"),
+            seconds(sum(row["warm_up_s"])),
             _number(row["loss_difference"], ".0e"),
         )
     console.print(table)
@@ -69,6 +71,15 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def seconds(value: float | None) -> str:
+    """For a table.
+
+    >>> seconds(36.04), seconds(0.0312), seconds(None)
+    ('36.0', '0.031', '')
+    """
+    return "" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.1f}"
 
 
 def show_memory(result: Mapping[str, Any], console: Console) -> None:

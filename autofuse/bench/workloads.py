@@ -279,9 +279,14 @@ class Own(Workload):
         module, _, name = self.function.partition(":")
         torch.manual_seed(0)
         try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # another one that it imports
+                raise
             raise ValueError(f"{self.function}: cannot be found: {error}") from error
+        function = getattr(found, name, None)
+        if not callable(function):
+            raise ValueError(f"{self.function}: cannot be found: there is no function {name} in {module}")
         parts = function()
         if not isinstance(parts, tuple) or len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
             raise ValueError(
@@ -289,10 +294,27 @@ class Own(Workload):
                 f"not {_kind(parts)}"
             )
         model, batches = parts[0].train(), list(islice(parts[-1], MOST_OWN_BATCHES))
-        if not batches or not all(isinstance(batch, Mapping) for batch in batches):
-            raise ValueError(f"{self.function}: batches must be mappings for model(**batch), one at least")
+        if not batches or not all(_is_batch(batch) for batch in batches):
+            raise ValueError(
+                f"{self.function}: batches must be mappings of tensors for model(**batch), one at least"
+            )
         optimizer = parts[1] if len(parts) == 3 else self.optimizer(model)
         return Made(model, optimizer, [dict(batch) for batch in batches])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        outputs = model(**batch)
+        try:
+            return loss_from(outputs, model)
+        except ValueError as error:
+            why = str(error).partition(": give the batch")[0]  # there is no loss_fn= to give here
+            raise ValueError(
+                f'{why}; bench needs model(**batch).loss, or a mapping with "loss": a scalar tensor that '
+                "forward computes from the labels in the batch"
+            ) from None
+
+
+def _is_batch(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
 
 
 def _kind(parts: Any) -> str:
