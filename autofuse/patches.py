@@ -191,7 +191,9 @@ class Patches:
             if patches:
                 if not self._agreement.all(reference.says_something):
                     self._shown_nothing += 1
-                    self._rest = 2**self._shown_nothing
+                    self._rest = 2 ** min(self._shown_nothing, 10)
+                    for patch in applied if due is not None else ():
+                        self.apply_or_reject(patch)  # a tuner has decided for these
                     return
                 prover.prove([patch for patch in patches if patch not in without], reference)
         except Unprovable as reason:

@@ -152,3 +152,17 @@ def test_a_model_in_eval_mode_is_trained_in_pieces_too(monkeypatch, time):
         step.backward(loss)
         step.update()
     assert step.report["good"].status == "kept"
+
+
+def test_a_batch_that_shows_nothing_leaves_what_is_kept_in_place(monkeypatch, time):
+    """At the second proof (of the exact patches) the first patch is in place already."""
+    register(monkeypatch, good=takes("0", 0.4, exact=False), other=takes("1", 0.5))
+    model = net(time)
+    step = autofuse.optimize(model, loss_fn=nn.functional.mse_loss, only=["good", "other"], precision="fp32")
+    for number in range(80):
+        x, y = batch(number)
+        waiting = step.report["good"].status == "kept" and step.report["other"].error is None
+        step(x * float("nan") if waiting and number < 20 else x, y)
+        if step.report["good"].status == "kept" and waiting:
+            assert model[0].seconds == 0.4, number
+    assert [layer.seconds for layer in model[:2]] == [0.4, 0.5] and not step.tuning
