@@ -146,10 +146,10 @@ def test_a_resumed_run_says_that_it_did_not_measure() -> None:
     resumed.load_state_dict(first.state_dict())
     [resumed(*PAIR) for _ in range(2)]
     report = resumed.report
-    assert report.tuning.state == "done" and report["optimizer"].status == "kept"
+    assert report.tuning.state == "not measured" and report["optimizer"].status == "kept"
     assert "How much faster it is was not measured." in report.lines()
     for ask in (lambda: report.savings(24), report.plot):
-        with pytest.raises(RuntimeError, match=r"a state was loaded.*optimize\(\.\.\., measure=True\) anew"):
+        with pytest.raises(RuntimeError, match="measure=True"):
             ask()
 
 
