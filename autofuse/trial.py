@@ -24,6 +24,8 @@ __all__ = ["Estimate", "Trial"]
 LEAST_NOISE = 0.01
 # Less than this is not worth a change.
 LEAST_GAIN = 0.01
+# What does not even look faster need not be measured as closely.
+HOPELESS = 0.05
 # Of so many steps one, that which fits least, is left out: something else was running.
 LEFT_OUT = 10
 # Steps on each side before a trial ends undecided; more where steps are short, as many as fit in a second.
@@ -129,7 +131,8 @@ class Trial:
         found = self.estimate(sure=True)
         if found.low > self.worth:
             return True
-        if found.high < max(self.worth, LEAST_GAIN):
+        least = LEAST_GAIN if found.gain > 0 else HOPELESS
+        if found.high < max(self.worth, least):
             return False
         if not self.exhausted:
             return None
