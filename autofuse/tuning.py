@@ -235,7 +235,7 @@ class Tuner:
             if reason is not None or isinstance(better, Rejected):
                 patch.reason += f"; {reason}"
                 return
-            trial, helps = Trial(), False
+            trial, helps, form = Trial(), False, better.reason
             states = self._switching(better, patch), self._switching(patch, better)
             patch.undo()
             patches.replace(patch, better)
@@ -249,9 +249,8 @@ class Tuner:
                 raise
             self._settle(trial, states, helps)
             if not helps:
-                patch.reason += (
-                    f"; {better.reason if not better.accepted else trial.why_not()} as {better.reason}"
-                )
+                why = trial.why_not() if better.accepted else better.reason
+                patch.reason += f"; the next form ({form}) was not kept: {why}"
                 return
             patches.record(better, trial, further=True)
             self._trials.clear()
