@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from autofuse.batch import LabelRule, LossWatch
 from autofuse.distributed import Agreement
+from autofuse.errors import first_line
 from autofuse.patch import Patch, Settings, Transaction
 from autofuse.plan import Plan, Row, as_saved, row_of
 from autofuse.proof import Unprovable
 from autofuse.proving import Prover
 from autofuse.trial import Trial
 
-__all__ = ["Patches", "first_line"]
+__all__ = ["Patches"]
 
 
 class Patches:
@@ -156,7 +157,7 @@ class Patches:
     ) -> None:
         """Prove the patches on a batch; those in ``without`` stay off and wait for another call.
 
-        Of a tuner's, those that are ``due`` are proved on top of those that are applied, and taken
+        Of a tuner's, those that are ``due`` are proved on top of those that are kept already, and taken
         back. Once every patch has been proved on one batch, or has failed, ``proved`` is set.
 
         The gradients of ``inputs`` are compared too.
@@ -195,7 +196,8 @@ class Patches:
                     for patch in applied if due is not None else ():
                         self.apply_or_reject(patch)  # a tuner has decided for these
                     return
-                prover.prove([patch for patch in patches if patch not in without], reference)
+                known = [patch for patch in applied if due is not None and patch.name in self.kept]
+                prover.prove([patch for patch in patches if patch not in without], reference, known)
         except Unprovable as reason:
             self.give_up(patches, f"it cannot be proved: {reason}")
         except BaseException:
@@ -289,12 +291,3 @@ class Patches:
                 undecided = row is not None and row.status == "planned"
                 self.give_up([patch], "it was not decided" if undecided else reason)
         self.proved = True
-
-
-def first_line(error: BaseException) -> str:
-    """``RuntimeError: what it says`` of an error, without the lines that follow.
-
-    >>> first_line(ValueError("one\\ntwo"))
-    'ValueError: one'
-    """
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -17,8 +17,8 @@ from rich.table import Table
 from autofuse.advice import advice_on, capital, escaped, has_fused_steps, in_units, percent, refused, si
 from autofuse.clock import Sample
 from autofuse.costs import COMPILED, OPTIMIZER, Cost, Costs, NvtxRecorder, Recorder
+from autofuse.errors import first_line
 from autofuse.flops import Forward, count_flops, matmul_rate, precision_of
-from autofuse.patches import first_line
 from autofuse.tables import as_html, as_text
 
 if TYPE_CHECKING:

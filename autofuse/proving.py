@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from autofuse.distributed import Agreement
+from autofuse.errors import first_line, is_out_of_memory
 from autofuse.patch import Patch, Rejected
 from autofuse.proof import Error, Outcome, compare, evaluate, widened
 
-__all__ = ["Prover", "is_out_of_memory"]
+__all__ = ["Prover"]
 
 # Of a change of precision only this can be asked: that the loss is still the same loss.
 SAME_LOSS = 0.1
@@ -51,23 +52,47 @@ class Prover:
         self.errors: dict[str, float] = {}
         self.seconds: dict[str, tuple[float, float]] = {}
 
-    def prove(self, patches: Sequence[Patch], reference: Outcome) -> None:
-        """Apply and prove each patch in turn; what fails is undone and rejected with its reason."""
-        again = self._evaluate()
-        drift, self._seconds = compare(reference, again), again.seconds
-        if self._precision() != torch.float32:  # a narrow model is held against itself in float32
-            with widened(self._model):
-                reference = self._evaluate()
-            self._own = compare(reference, again)
-        reproducible = self._agreement.all(drift.within())
+    def prove(self, patches: Sequence[Patch], reference: Outcome, known: Sequence[Patch] = ()) -> None:
+        """Apply and prove each patch in turn; what fails is undone and rejected with its reason.
+
+        Changes of precision come first, since the others are held against what they leave.
+
+        Args:
+            known: those that were proved on an earlier batch, and are only applied.
+        """
+        self._unpatched, self._seconds = reference, reference.seconds
         for patch in patches:
-            if not patch.accepted:
-                continue
-            if not reproducible:
-                reason = f"the unpatched step itself is not reproducible, so nothing can be proved: {drift}"
+            if patch.accepted and not patch.exact:
+                self._prove_forms(patch, reference)
+        exact = [patch for patch in patches if patch.accepted and patch.exact]
+        for patch in exact:
+            if patch in known:
+                self._apply(patch)
+        new = [patch for patch in exact if patch not in known]
+        if not new:
+            return
+        reference, reason = self._repeat(reference, known=len(new) < len(exact))
+        for patch in new:
+            if reason is not None:
                 patch.reject(reason)
             else:
                 self._prove_forms(patch, reference)
+
+    def _repeat(self, reference: Outcome, *, known: bool) -> tuple[Outcome, str | None]:
+        """What the exact patches are held against, and why nothing can be: a step that differs from
+        itself, which is not looked at again where some are ``known``."""
+        precision, outcome, within = self._precision(), self._unpatched, True
+        if not known:
+            outcome = self._evaluate()
+            drift, self._seconds = compare(self._unpatched, outcome), outcome.seconds
+            within = drift.within(self._own, precision)
+        if self._own is None and precision != torch.float32:
+            with widened(self._model):  # a narrow model is held against itself in float32
+                reference = self._evaluate()
+            self._own = compare(reference, outcome)
+        if self._agreement.all(within):
+            return reference, None
+        return reference, f"the unpatched step itself is not reproducible, so nothing can be proved: {drift}"
 
     def _prove_forms(self, patch: Patch, reference: Outcome) -> None:
         """A patch, or the form of it that falls back on less."""
@@ -100,7 +125,7 @@ class Prover:
             self._apply(patch)
             outcome = self._outcome(reference)
         except Exception as exception:
-            return self._agreement.objection(f"it failed on the first batch: {_first_line(exception)}")
+            return self._agreement.objection(f"it failed on the first batch: {first_line(exception)}")
         error = compare(reference, outcome)
         self.errors[patch.name] = error.largest
         within = error.within(self._own, self._precision()) if patch.exact else error.loss <= SAME_LOSS
@@ -109,7 +134,7 @@ class Prover:
             self.seconds[patch.name] = self._seconds, outcome.seconds
             self._seconds = outcome.seconds
             if not patch.exact:
-                self._own = error
+                self._own, self._unpatched = error, outcome
         return reason
 
     def _outcome(self, reference: Outcome) -> Outcome:
@@ -121,16 +146,3 @@ class Prover:
                 raise
         reference.gradients[:] = [None if g is None else g.cpu() for g in reference.gradients]
         return self._evaluate()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    True
-    """
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

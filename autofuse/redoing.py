@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autofuse.clock import StepClock
+from autofuse.errors import first_line, is_out_of_memory
 from autofuse.patch import Patch
-from autofuse.patches import Patches, first_line
-from autofuse.proving import is_out_of_memory
+from autofuse.patches import Patches
 from autofuse.report import Counters
 from autofuse.stepping import Stepping
 from autofuse.window import Window

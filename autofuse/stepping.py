@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autofuse.errors import first_line
 from autofuse.patch import Settings
-from autofuse.patches import Patches, first_line
+from autofuse.patches import Patches
 from autofuse.report import Counters
 from autofuse.window import Loop
 

@@ -1,9 +1,10 @@
-"""The tuner: patches introduced one at a time on the user's real steps, timed, kept or undone.
+"""The tuner: what each patch does, found out on the user's real steps; it is kept or undone.
 
 It starts from the loop as it was. Every step that is taken meanwhile is a valid training step: what
-is tried has been proved to give the same result. A patch is first tried right after steps without it;
-where the answer is not clear at once, steps with and without it take turns until it is, or until the
-budget is spent: then the loop stays as it was without the patch.
+is tried has been proved to give the same result. All cheap patches are tried at once, and each then
+once without, or one after the other where that does not help. A patch is timed against the steps
+right before; where the answer is not clear at once, steps with and without it take turns until it is,
+or until the budget is spent: then the loop stays as it was without the patch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from autofuse.clock import Sample, StepClock
 from autofuse.distributed import Agreement
+from autofuse.errors import first_line
 from autofuse.patch import Patch, Rejected
-from autofuse.patches import Patches, first_line
+from autofuse.patches import Patches
 from autofuse.progress import Progress
 from autofuse.report import Tuning
 from autofuse.trial import Trial
@@ -33,6 +35,7 @@ RECENT = 6
 INNER_GAIN = 0.02
 # Turns are at least this long, so that changing over costs little where steps are short.
 TURN_SECONDS, TURN_STEPS = 0.1, 8
+BEGINS_WITH = 0, 2  # the first turn of a trial, by the state that it begins with
 # What tuning may cost beyond the training that it performs, in steps of the loop as it was; compiling,
 # which is weighed against the steps to come, is not counted.
 BUDGET = 40
@@ -66,6 +69,7 @@ class Tuner:
         self.due: Sequence[Patch] | None = None
         self._recent: list[Sample] = []
         self._trials: dict[str, Trial] = {}
+        self._together: tuple[set[str], Trial] | None = None  # names, and the trial of all of them
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
         self._tokens, self._per_token = 0, 0.0  # of all steps; seconds of the loop as it was
         self._script = self._tune()
@@ -143,26 +147,40 @@ class Tuner:
 
     def _tune(self) -> Steps:
         patches = self._patches
-        precision = [p for p in patches if not p.exact and p.accepted]
-        yield precision
+        cheap = [p for p in patches if p.accepted and p.pays is None and not p.encloses]
+        yield cheap
         if not self._undecided():
             return
+        precision = [p for p in cheap if not p.exact and p.accepted]
+        exact = [p for p in cheap if p.exact]
         patches.keep([p for p in precision if p.forced])
         yield None  # the first step makes the optimizer's state, and whatever else is made once
         yield from self._collect(2)
         self.tuning.baseline_ms = 1e3 * self._seconds()
         self._per_token = sum(s.seconds for s in self._recent) / sum(max(s.tokens, 1) for s in self._recent)
-        for patch in precision:
+        together = yield from self._introduce_together(self._among_undecided(cheap))
+        for patch in self._among_undecided(precision):
             yield from self._introduce(patch)
-        exact = [p for p in self._undecided() if p.pays is None and not p.encloses]
-        if any(p.in_forward for p in exact):
-            yield exact
-        names = [p.name for p in sorted(exact, key=patches.slowness)]  # what the proof saw pay comes first
-        for patch in filter(None, map(patches.get, self._agreement.of_first(names))):
-            yield from self._introduce(patch)
+        as_proved = all(p.name in patches.kept for p in precision)
+        if together and as_proved:
+            yield from self._try_without_each(exact)
+        else:
+            if not as_proved and any(p.in_forward for p in self._among_undecided(exact)):
+                yield exact  # at the precision that it is now
+            for patch in self._in_order(exact):
+                yield from self._introduce(patch)
         for patch in self._undecided():
             yield from self._introduce_dear(patch)
         yield from self._compare_with_nothing()
+
+    def _in_order(self, chosen: Sequence[Patch]) -> list[Patch]:
+        """The undecided among them, what the proof saw pay first; the first process's order."""
+        names = [p.name for p in sorted(self._among_undecided(chosen), key=self._patches.slowness)]
+        return [p for p in map(self._patches.get, self._agreement.of_first(names)) if p is not None]
+
+    def _among_undecided(self, chosen: Sequence[Patch]) -> list[Patch]:
+        names = {p.name for p in chosen}  # another form may have taken a patch's place
+        return [p for p in self._undecided() if p.name in names]
 
     def _undecided(self) -> list[Patch]:
         return [p for p in self._patches if p.accepted and p.name not in self._patches.kept]
@@ -175,23 +193,66 @@ class Tuner:
         if self._overspent():
             self._drop(patch, "not tried: tuning has spent its budget")
             return
-        if patch.idle is not None and self._agreement.of_first(patch.idle()):
-            patches.keep([patch])
-            patch.reason += " (not timed: no batch so far had anything for it)"
+        if self._is_idle(patch):
             return
-        states = patch.undo, lambda: patches.apply_or_reject(patch)
+        states = patch.undo, self._applying(patch)
         trial = Trial(patch.worth)
-        helps = yield from self._try(trial, states, patch)
-        if patch.accepted:
-            if trial.measured:
-                patches.record(patch, trial)
-            self._trials[patch.name] = trial
-            self.tuning.order.append(patch.name)
-            self._settle(trial, states, helps or patch.forced)
-            if helps or patch.forced:
+        helps = yield from self._try(trial, states, [patch])
+        self._decide(patch, trial, states, helps)
+
+    def _decide(self, patch: Patch, trial: Trial, states: tuple[State, State], helps: bool) -> None:
+        if not patch.accepted:
+            return
+        if trial.measured:
+            self._patches.record(patch, trial)
+        self._trials[patch.name] = trial
+        self.tuning.order.append(patch.name)
+        self._settle(trial, states, helps or patch.forced)
+        if helps or patch.forced:
+            self._patches.keep([patch])
+        else:
+            self._drop(patch, trial.why_not())
+
+    def _introduce_together(self, chosen: Sequence[Patch]) -> Steps:
+        """All that is proved at once, so that the step is fast at once; whether that clearly helps.
+
+        The loop is then as it was, and what each of them does is to be found out."""
+        if len(chosen) < 2 or self._overspent():
+            return False
+        trial = Trial()
+        states: tuple[State, State] = lambda: _undo_all(chosen), lambda: self._patches.apply_all(chosen)
+        helps = yield from self._try(trial, states, chosen)
+        self._settle(trial, states, False)
+        if helps and all(p.accepted for p in chosen):
+            self._together = {p.name for p in chosen} | self._patches.kept, trial
+        return helps
+
+    def _try_without_each(self, chosen: Sequence[Patch]) -> Steps:
+        """What has been found to help together, each once without: what does least goes first."""
+        patches, undecided = self._patches, self._among_undecided(chosen)
+        if not undecided:
+            return
+        patches.apply_all(undecided)
+        yield None  # the first step of a state is not counted
+        self._recent = []
+        for patch in reversed(self._in_order(chosen)):
+            if not patch.accepted or self._is_idle(patch):
+                continue
+            if self._overspent():
+                patch.reason += " (not timed alone: tuning has spent its budget)"
                 patches.keep([patch])
-            else:
-                self._drop(patch, trial.why_not())
+                continue
+            trial, states = Trial(patch.worth), (patch.undo, self._applying(patch))
+            helps = yield from self._try(trial, states, [patch], holds=1)
+            self._decide(patch, trial, states, helps)
+
+    def _is_idle(self, patch: Patch) -> bool:
+        """Keep what has had nothing to do so far: nothing about it can be timed."""
+        if patch.idle is None or not self._agreement.of_first(patch.idle()):
+            return False
+        self._patches.keep([patch])
+        patch.reason += " (not timed: no batch so far had anything for it)"
+        return True
 
     def _introduce_dear(self, patch: Patch) -> Steps:
         """A patch with a price (compile): prove it only where it pays; then try what it encloses
@@ -220,7 +281,7 @@ class Tuner:
                 continue  # compiling without it would cost more than that could bring
             trial = Trial()
             states = self._applying(patch), patch.undo
-            helps = yield from self._try(trial, states, outer)
+            helps = yield from self._try(trial, states, [outer])
             self._settle(trial, states, helps)
             if helps:
                 found = trial.estimate()
@@ -243,7 +304,7 @@ class Tuner:
                 yield [better]
                 if better.accepted:
                     states[0]()
-                    helps = yield from self._try(trial, states, better)
+                    helps = yield from self._try(trial, states, [better])
             except GeneratorExit:
                 states[0]()
                 raise
@@ -266,9 +327,12 @@ class Tuner:
         if len(kept) == 1 and kept[0].name in self._trials:
             self._sum_up(self._trials[kept[0].name])
             return
+        if self._together is not None and self._together[0] == {p.name for p in kept}:
+            self._sum_up(self._together[1])
+            return
         trial = Trial()
         states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
-        helps = yield from self._try(trial, states, None)
+        helps = yield from self._try(trial, states, [], holds=None)
         if not trial.measured:
             patches.apply_all(kept)
             return
@@ -291,31 +355,35 @@ class Tuner:
 
     # --- one trial -------------------------------------------------------------------------------
 
-    def _try(self, trial: Trial, states: tuple[State, State], new: Patch | None) -> Steps:
-        """Whether the second state's steps are clearly faster than the first's, which holds now.
+    def _try(
+        self, trial: Trial, states: tuple[State, State], new: Sequence[Patch], holds: int | None = 0
+    ) -> Steps:
+        """Whether the second state's steps are clearly faster than the first's.
 
         Args:
-            new: what is in the second state for the first time; the trial ends if it is rejected.
+            new: the trial ends if one of them is rejected.
+            holds: which of the states is there now, so that the latest steps are samples of it; None:
+                those steps are not to be trusted.
         """
-        turn = 0
-        if new is not None:
+        turn, changed, unsettled = 0, -1, 0  # changed: the turn whose first step is not counted
+        if holds is not None:
             yield from self._collect(2)
+            turn = BEGINS_WITH[holds]
             for sample in self._recent[-4:]:
                 trial.add(sample, turn)
-            turn = 1
-        warm, unsettled = new is None, 0
+            turn = changed = turn + 1
         while trial.verdict() is None and not trial.exhausted and unsettled <= UNSETTLED:
             if self._overspent() and min(trial.count(0), trial.count(1)) >= 2:
                 break
             states[trial.arm(turn)]()
             for _ in range(self._turn(trial)):
                 sample = yield None
-                while sample.one_off or (turn == 1 and not warm):
-                    warm, unsettled = True, unsettled + sample.one_off
-                    if unsettled > UNSETTLED or (new is not None and not new.accepted):
+                while sample.one_off or turn == changed:
+                    changed, unsettled = -1, unsettled + sample.one_off
+                    if unsettled > UNSETTLED or not all(p.accepted for p in new):
                         return False
                     sample = yield None
-                if new is not None and not new.accepted:
+                if not all(p.accepted for p in new):
                     return False
                 trial.add(sample, turn)
                 self._tell(trial, new)
@@ -367,8 +435,8 @@ class Tuner:
             self._trials.clear()  # they were made in its company
         self._patches.give_up([patch], reason)
 
-    def _tell(self, trial: Trial, patch: Patch | None) -> None:
-        name = "all together" if patch is None else patch.name
+    def _tell(self, trial: Trial, new: Sequence[Patch]) -> None:
+        name = new[0].name if len(new) == 1 else "all together"
         if min(trial.count(0), trial.count(1)) >= 2:
             self._news = f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps"
         else:

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from autofuse.bench.apart import apart, first_line
+from autofuse.bench.apart import apart
 from autofuse.bench.candidates import CANDIDATES, Candidate
 from autofuse.bench.command import about
 from autofuse.bench.figures import results
 from autofuse.bench.race import race
 from autofuse.bench.tables import seconds, show
 from autofuse.bench.workloads import WORKLOADS, Transformers, Workload
+from autofuse.errors import first_line, message
 from autofuse.hardware import Hardware
 from benchmarks import kernels
 
@@ -165,7 +166,7 @@ def _each_provider(
         try:  # a kernel that accesses memory which is not its own ends its process, and no other
             yield from apart(function, name, run.device, run.smoke, seconds=min(most, run.left))
         except RuntimeError as error:
-            yield {"operation": "all", "provider": name, "right": False, "failure": first_line(error)}
+            yield {"operation": "all", "provider": name, "right": False, "failure": message(error)}
 
 
 def train(run: Run, workload: Workload, share: float, candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def do(run: Run, only: Sequence[str], out: Path, console: Console) -> None:
         run.found["providers"] = find_providers(run)
     except RuntimeError as error:
         run.found["providers"] = {name: None for name in kernels.ALWAYS if name != kernels.EAGER}
-        run.found["failures"]["providers"] = first_line(error)
+        run.found["failures"]["providers"] = message(error)
     for name, function in parts(run, only):
         start = time.monotonic()
         if run.left < LEAST:
@@ -212,7 +213,7 @@ def do(run: Run, only: Sequence[str], out: Path, console: Console) -> None:
         try:
             run.found["parts"][name] = function()
         except Exception as error:
-            run.found["failures"][name] = f"{type(error).__name__}: {first_line(error)}"
+            run.found["failures"][name] = first_line(error)
             console.print(f"{name} failed: {run.found['failures'][name]}", style="bold red", markup=False)
         run.found["took_s"][name] = time.monotonic() - start
         if name in MODELS and name in run.found["parts"]:

@@ -13,6 +13,7 @@ import torch
 from tuned import Time
 
 import autofuse.clock
+import autofuse.proof
 
 torch.set_num_threads(1)
 
@@ -25,5 +26,6 @@ def seeded():
 @pytest.fixture
 def time(monkeypatch):
     time = Time()
-    monkeypatch.setattr(autofuse.clock, "time", types.SimpleNamespace(perf_counter=time.perf_counter))
+    for module in (autofuse.clock, autofuse.proof):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=time.perf_counter))
     return time

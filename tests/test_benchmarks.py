@@ -334,20 +334,23 @@ def test_half_of_the_models_must_be_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warm_up", "fast_after"),
+    ("warm_up", "fast_after", "for_good"),
     [
-        ([5.0, 1.0, 1.0], 8.0),
-        ([200.0, 1.0, 1.0], 203.0),
-        ([1.0, 1.0, 9.0], 12.0),  # nothing of the warm-up is left
-        ([1.0, 1.0, 1.0, *[2.0] * 20, 1.0, 1.0], 46.0),  # lucky early steps
-        ([1.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0], 34.0),  # a compilation was to come
-        ([2.0, 1.0] * 10 + [1.0] * 30, 22.0),  # 3 slow steps of the trial are left in 36
-        ([1.0, 1.5] * 10, 27.0),  # a trial that goes on to the end: half of the steps are slow
-        ([3.0, 3.0, 3.0], 12.0),  # only the rounds are fast
+        ([5.0, 1.0, 1.0], 8.0, 8.0),
+        ([200.0, 1.0, 1.0], 203.0, 203.0),
+        ([1.0, 1.0, 9.0], 12.0, 12.0),  # nothing of the warm-up is left
+        ([1.0, 9.0, 9.0, 1.0, 1.0], 22.0, 22.0),  # one quick step is luck
+        ([1.0, 1.0, 1.0, *[2.0] * 20, 1.0, 1.0], 4.0, 46.0),  # the early steps were of a trial
+        ([1.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0], 4.0, 34.0),  # a compilation was to come
+        ([2.0, 1.0] * 10 + [1.0] * 30, 7.0, 22.0),  # 3 slow steps of the trial are left in 36
+        ([1.0, 1.5] * 10, 4.5, 27.0),  # a trial that goes on to the end: half of the steps are slow
+        ([3.0, 3.0, 3.0], 12.0, 12.0),  # only the rounds are fast
     ],
 )
-def test_fast_is_what_stays_fast(warm_up: list[float], fast_after: float) -> None:
-    assert until_fast(1.0, warm_up, [1.0, 1.0, 1.0], 1.0) == fast_after
+def test_fast_and_fast_for_good(warm_up: list[float], fast_after: float, for_good: float) -> None:
+    rounds = [1.0, 1.0, 1.0]
+    assert until_fast(1.0, warm_up, rounds, 1.0) == fast_after
+    assert until_fast(1.0, warm_up, rounds, 1.0, for_good=True) == for_good
 
 
 def test_too_few_steps_are_never_fast() -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Failure", "apart", "first_line"]
+from autofuse.errors import first_line
+
+__all__ = ["Failure", "apart"]
 
 PATIENCE = 1800.0  # seconds
 
@@ -21,12 +23,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        return Failure(f"{type(error).__name__}: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
+        return Failure(first_line(error))
 
 
 def apart(function: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE) -> Any:

@@ -30,7 +30,7 @@ FASTER, ON_HALF = 0.85, 0.5  # times the best hand-tuned, on this share of the m
 SOON = 1 / 3  # of the time that the whole model's compilation takes until it is useful
 SAME_LOSS = 1e-4  # relative, in fp32, in each step
 LESS_MEMORY = 1 / 3  # of eager's
-# "fast after": the median of so many steps, and the mean of the warm-up's rest, times the final time
+# "Fast": the median of so many steps, and for good the mean of the warm-up's rest, times the final time.
 WINDOW, FINAL_SPEED, STAYS = 3, 1.05, 1.10
 
 
@@ -81,8 +81,8 @@ def _row(
         "setup_s": runner.setup,
         "warm_up_s": warm_up.seconds,
         "settled": warm_up.settled,
-        "first_step_s": runner.setup + warm_up.seconds[0] if warm_up.seconds else None,
         "until_fast_s": until_fast(runner.setup, warm_up.seconds, rounds, step),
+        "fast_for_good_s": until_fast(runner.setup, warm_up.seconds, rounds, step, for_good=True),
         "computes_in": runner.computes_in,
         "floor_share": least / step if least and step else None,
         "cuda_peak_bytes": max(peaks, default=None),
@@ -105,23 +105,32 @@ def _loss_difference(runner: Runner, reference: Runner | None) -> float | None:
 
 
 def until_fast(
-    setup: float, warm_up: Sequence[float], rounds: Sequence[float], final: float | None
+    setup: float,
+    warm_up: Sequence[float],
+    rounds: Sequence[float],
+    final: float | None,
+    *,
+    for_good: bool = False,
 ) -> float | None:
-    """Seconds until training goes at its ``final`` time of a step: the end of the first three steps in a
-    row whose median is at most 1.05 times that, and after which the rest of the warm-up takes at most
-    1.10 times that per step on average. Whatever tuning still costs later (proofs, compilations, the
-    slower steps of a trial) is in that average: a few quick steps in between do not count.
+    """Seconds until a step takes its ``final`` time: the end of the first three steps in a row whose
+    median is at most 1.05 times that.
+
+    Args:
+        for_good: and after which the rest of the warm-up takes at most 1.10 times that per step on
+            average: whatever tuning still costs later (proofs, compilations, the slower steps of a
+            trial) is in that average.
 
     >>> until_fast(2.0, [30.0, 1.0, 1.0], [1.0], 1.0)
     34.0
-    >>> until_fast(0.0, [1.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0], [1.0], 1.0)  # a compilation was to come
-    33.0
+    >>> warm_up = [1.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0]  # a compilation was to come
+    >>> [until_fast(0.0, warm_up, [1.0], 1.0, for_good=good) for good in (False, True)]
+    [3.0, 33.0]
     """
     if final is None:
         return None
     seconds = [*warm_up, *rounds]
     for end, passed in enumerate(accumulate(seconds, initial=setup)):
-        window, rest = seconds[max(0, end - WINDOW) : end], warm_up[end:]
+        window, rest = seconds[max(0, end - WINDOW) : end], warm_up[end:] if for_good else ()
         quick = len(window) == WINDOW and median(window) <= FINAL_SPEED * final
         if quick and sum(rest) <= STAYS * final * len(rest):
             return passed

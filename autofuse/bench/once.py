@@ -10,9 +10,10 @@ from types import TracebackType
 import torch
 
 import autofuse
-from autofuse.bench.apart import apart, first_line
+from autofuse.bench.apart import apart
 from autofuse.bench.race import device_type
 from autofuse.bench.workloads import Workload
+from autofuse.errors import first_line, message
 
 __all__ = ["problem", "try_once"]
 
@@ -48,10 +49,10 @@ def problem(workload: Workload) -> str | None:
         batch = {name: tensor.to(device) for name, tensor in batches[0].items()}
         workload.loss(model.to(device), batch).backward()
     except Exception as error:
-        place, message = _place(error.__traceback__), first_line(error)
+        place, text = _place(error.__traceback__), message(error)
         if place or not isinstance(error, ValueError):  # ours are sentences, which need no class
-            message = f"{type(error).__name__}: {message}"
-        return message if message.startswith(workload.title) else f"{workload.title}: {message}{place}"
+            text = first_line(error)
+        return text if text.startswith(workload.title) else f"{workload.title}: {text}{place}"
     return None
 
 
