@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autofuse.bench.command import add_options, run
-from autofuse.bench.workloads import WORKLOADS, resolve
+from autofuse.bench.own import resolve
+from autofuse.bench.workloads import WORKLOADS
 from autofuse.hardware import Hardware
 from autofuse.providers import PROVIDERS
 

@@ -15,7 +15,7 @@ import toys
 
 from autofuse import cli
 from autofuse.bench.once import problem
-from autofuse.bench.workloads import Own, resolve
+from autofuse.bench.own import Own, resolve
 from benchmarks import gpu, kernels
 
 MODULE = """

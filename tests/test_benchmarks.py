@@ -28,18 +28,17 @@ from autofuse.bench.figures import (
     until_fast,
 )
 from autofuse.bench.floor import Floor, count_flops, floor_of
+from autofuse.bench.own import FromConfig, resolve
 from autofuse.bench.race import Runner, best, race
 from autofuse.bench.tables import plot, save_plot, show, show_memory
 from autofuse.bench.turns import Ask, Finished, Turn, Turns
 from autofuse.bench.workloads import (
     BIG_VOCABULARY,
     WORKLOADS,
-    FromConfig,
     Legacy,
     Transformers,
     Workload,
     fused,
-    resolve,
 )
 from benchmarks import train_step
 
