@@ -336,7 +336,7 @@ class _Swapped:
     """
 
     _autofuse_original: type
-    _autofuse_live: frozenset[str]
+    _autofuse_live: frozenset[str] | None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -364,7 +364,7 @@ class _Swapped:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name.startswith("_") or name in self._autofuse_live:
+        if name.startswith("_") or self._autofuse_live is None or name in self._autofuse_live:
             return
         if isinstance(self, nn.Module):
             given_up.add(self)
@@ -388,7 +388,7 @@ def fused_class(
     forward: Callable[..., Any],
     *,
     base: type[nn.Module] | None = None,
-    live: Iterable[str] = (),
+    live: Iterable[str] | None = (),
 ) -> type[nn.Module]:
     """The subclass of ``original`` with another ``forward``, made once per (original, key).
 
@@ -399,7 +399,7 @@ def fused_class(
     Args:
         base: a public subclass of ``original`` to derive from instead (``FusedLayerNorm``).
         live: attributes that ``forward`` reads at every call and that may therefore be set freely;
-            setting any other attribute gives the module its original class back.
+            setting any other attribute gives the module its original class back. None: all may be.
     """
     cached = _fused_classes.get((original, key))
     if cached is not None:
@@ -414,7 +414,7 @@ def fused_class(
             "__doc__": original.__doc__,
             "forward": functools.wraps(original.forward)(forward),
             "_autofuse_original": original,
-            "_autofuse_live": frozenset({"training", "forward", *live}),
+            "_autofuse_live": None if live is None else frozenset({"training", "forward", *live}),
         },
     )
     _fused_classes[original, key] = fused
