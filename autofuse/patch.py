@@ -336,7 +336,7 @@ class _Swapped:
     """
 
     _autofuse_original: type
-    _autofuse_live: frozenset[str] | None
+    _autofuse_live: frozenset[str]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -364,7 +364,7 @@ class _Swapped:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name.startswith("_") or self._autofuse_live is None or name in self._autofuse_live:
+        if name.startswith("_") or name in self._autofuse_live:
             return
         if isinstance(self, nn.Module):
             given_up.add(self)
@@ -405,17 +405,16 @@ def fused_class(
     if cached is not None:
         return cached
     name = original.__name__ if original.__name__.startswith("Fused") else f"Fused{original.__name__}"
-    fused = type(
-        name,
-        (_Swapped, base or original),
-        {
-            "__module__": original.__module__,
-            "__qualname__": name,
-            "__doc__": original.__doc__,
-            "forward": functools.wraps(original.forward)(forward),
-            "_autofuse_original": original,
-            "_autofuse_live": None if live is None else frozenset({"training", "forward", *live}),
-        },
-    )
+    namespace: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": name,
+        "__doc__": original.__doc__,
+        "forward": functools.wraps(original.forward)(forward),
+        "_autofuse_original": original,
+        "_autofuse_live": frozenset({"training", "forward", *(live or ())}),
+    }
+    if live is None:  # the original's own: Dynamo cannot trace ours
+        namespace["__setattr__"] = original.__setattr__
+    fused = type(name, (_Swapped, base or original), namespace)
     _fused_classes[original, key] = fused
     return fused

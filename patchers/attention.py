@@ -100,8 +100,12 @@ def _projections(module: nn.Module) -> int:
     """How many children hold one matrix, themselves or in a child of their own (a wrapper, an adapter)."""
     if type(module).forward in (nn.Module.forward, nn.Sequential.forward):  # it holds others, no more
         return 0
-    children = [child for child in module.children() if not isinstance(child, nn.Embedding)]
-    return sum(_has_matrix(c) or sum(map(_has_matrix, c.children())) == 1 for c in children)
+    return sum(_projects(child) for child in module.children() if not isinstance(child, nn.Embedding))
+
+
+def _projects(module: nn.Module) -> bool:
+    inner = [] if type(module).forward is nn.Module.forward else list(module.children())
+    return _has_matrix(module) or sum(map(_has_matrix, inner)) == 1
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -149,6 +153,8 @@ class _ShortInFloat32(TorchFunctionMode):
             self.why_not = HIDDEN
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # the method calls super(), which Dynamo cannot trace from here
         return func(*args, **(kwargs or {}))
 
     def _attend(
