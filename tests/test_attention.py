@@ -33,10 +33,10 @@ class Attention(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.options, self.calls = options, 0
+        self.options, self.tokens = options, 16
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1  # an attribute that is set, as many models do
+        self.tokens = x.shape[-2]  # an attribute that is set, as many models do
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, **self.options)
         return self.out(y.transpose(1, 2).flatten(-2))
