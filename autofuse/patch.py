@@ -388,7 +388,7 @@ def fused_class(
     forward: Callable[..., Any],
     *,
     base: type[nn.Module] | None = None,
-    live: Iterable[str] = (),
+    live: Iterable[str] | None = (),
 ) -> type[nn.Module]:
     """The subclass of ``original`` with another ``forward``, made once per (original, key).
 
@@ -399,23 +399,22 @@ def fused_class(
     Args:
         base: a public subclass of ``original`` to derive from instead (``FusedLayerNorm``).
         live: attributes that ``forward`` reads at every call and that may therefore be set freely;
-            setting any other attribute gives the module its original class back.
+            setting any other attribute gives the module its original class back. None: all may be.
     """
     cached = _fused_classes.get((original, key))
     if cached is not None:
         return cached
     name = original.__name__ if original.__name__.startswith("Fused") else f"Fused{original.__name__}"
-    fused = type(
-        name,
-        (_Swapped, base or original),
-        {
-            "__module__": original.__module__,
-            "__qualname__": name,
-            "__doc__": original.__doc__,
-            "forward": functools.wraps(original.forward)(forward),
-            "_autofuse_original": original,
-            "_autofuse_live": frozenset({"training", "forward", *live}),
-        },
-    )
+    namespace: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": name,
+        "__doc__": original.__doc__,
+        "forward": functools.wraps(original.forward)(forward),
+        "_autofuse_original": original,
+        "_autofuse_live": frozenset({"training", "forward", *(live or ())}),
+    }
+    if live is None:  # the original's own: Dynamo cannot trace ours
+        namespace["__setattr__"] = original.__setattr__
+    fused = type(name, (_Swapped, base or original), namespace)
     _fused_classes[original, key] = fused
     return fused
