@@ -65,24 +65,24 @@ class Prover:
             if patch.accepted and not patch.exact:
                 self._prove_forms(patch, reference)
         exact = [patch for patch in patches if patch.accepted and patch.exact]
+        new = [patch for patch in exact if patch not in known]
+        reason = None
+        if new:
+            reference, reason = self._repeat(reference, again=len(new) == len(exact))
         for patch in exact:
             if patch in known:
                 self._apply(patch)
-        new = [patch for patch in exact if patch not in known]
-        if not new:
-            return
-        reference, reason = self._repeat(reference, known=len(new) < len(exact))
         for patch in new:
             if reason is not None:
                 patch.reject(reason)
             else:
                 self._prove_forms(patch, reference)
 
-    def _repeat(self, reference: Outcome, *, known: bool) -> tuple[Outcome, str | None]:
+    def _repeat(self, reference: Outcome, *, again: bool) -> tuple[Outcome, str | None]:
         """What the exact patches are held against, and why nothing can be: a step that differs from
-        itself, which is not looked at again where some are ``known``."""
+        itself, if it is to be run ``again``."""
         precision, outcome, within = self._precision(), self._unpatched, True
-        if not known:
+        if again:
             outcome = self._evaluate()
             drift, self._seconds = compare(self._unpatched, outcome), outcome.seconds
             within = drift.within(self._own, precision)
