@@ -17,7 +17,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from autofuse.compiled import CompiledCall, SharedCompilation, is_compile_error
+from autofuse.compiled import CompiledCall, SharedCompilation, UntriedISAs, is_compile_error
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, sharded_reason
 
@@ -107,6 +107,8 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
     def change(transaction: Transaction, sites: Sequence[Site]) -> None:
         # Else backward(retain_graph=True) fails: AOTAutograd reads this when compiling and in the backward.
         transaction.set_attribute(torch._functorch.config, "donated_buffer", False)
+        if context.device.type == "cpu":
+            _skip_trials(transaction)
         for site in sites:
             module = calls[site.path].module()
             if module is not None:
@@ -129,6 +131,14 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
         shared = SharedCompilation(kind, context.device, note, patch.reject)
         calls.update((path, CompiledCall(module, path, shared)) for path, module in kind)
     return patch
+
+
+def _skip_trials(transaction: Transaction) -> None:
+    from torch._inductor import cpu_vec_isa  # slow to import
+
+    tried = cpu_vec_isa.valid_vec_isa_list
+    if not isinstance(tried, UntriedISAs):  # one serves all, so that they can be undone in any order
+        transaction.set_attribute(cpu_vec_isa, "valid_vec_isa_list", UntriedISAs(tried))
 
 
 def _reason(kinds: Sequence[Kind], strategy: Strategy) -> str:
