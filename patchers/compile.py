@@ -30,7 +30,8 @@ STRATEGIES: tuple[Strategy, ...] = ("regions", "body", "model")
 # Seconds to compile forward and backward, per compilation, and what compiling saves of a step.
 # Measured with no Inductor cache on 2 CPU cores, GPT-2 with 6 blocks, 4x128 tokens, fp32: regions 18
 # and 24 s, body 34 and 39 s (without and with dropout), all with the trials of instruction sets, which
-# were a fifth of the regions' CPU seconds and are left out by now.
+# are left out by now: 2.4 of the 12.1 s that dynamo, Inductor and g++ took with torch 2.13, the header
+# precompiled, in one run with little else going on. That header takes 7 s, once for a machine.
 _COLD_SECONDS: dict[Strategy, float] = {"regions": 20.0, "body": 40.0, "model": 40.0}
 _SAVING = 0.2
 # What each form saves of the step that the one before has left: assumed, and low. The body's CPU seconds
