@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autofuse.regions import Kind, hook_reason, is_plain_context
 
-__all__ = ["CompiledCall", "SharedCompilation", "is_compile_error"]
+__all__ = ["CompiledCall", "SharedCompilation", "UntriedISAs", "is_compile_error"]
 
 # A kind of region needs one graph for the first shape and one for each size that turns out to vary; as many
 # again where some blocks get an input without gradient. Where that is more than this, or never ends, graphs
@@ -120,9 +120,7 @@ def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _compile_arguments(device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {"fallback_random": True}
     if device.type == "cpu":
-        # Else Inductor compiles a trial for each instruction set that the CPU reports, 2 s each. What the
-        # compiler then cannot do after all is an error like any other, and ends in eager code.
-        options["cpp.vec_isa_ok"] = True
+        options["cpp.vec_isa_ok"] = True  # see `UntriedISAs`
     # One graph or an error, so that no part is silently left out, be it for a graph break or a storm.
     return {
         "backend": "inductor",
@@ -130,6 +128,28 @@ def _compile_arguments(device: torch.device) -> dict[str, Any]:
         "fullgraph": True,
         "recompile_limit": RECOMPILE_LIMIT,
     }
+
+
+class UntriedISAs:
+    """Inductor's ``cpu_vec_isa.valid_vec_isa_list``, without its trials where ``cpp.vec_isa_ok`` is set.
+
+    Else Inductor compiles and loads a trial for each instruction set that the CPU reports, up to seven of
+    them, one after the other; ``cpp.vec_isa_ok`` alone skips the first. The others are for AMX, VNNI and
+    bf16, which nothing but the templates of matrix products is written for, and those are never chosen
+    without ``max_autotune``. What the compiler then cannot do after all is an error like any other, and
+    ends in eager code. Any other compilation gets ``tried()``, and nothing is cached for it.
+    """
+
+    def __init__(self, tried: Callable[[], list[Any]]) -> None:
+        self.tried = tried
+
+    def __call__(self) -> list[Any]:
+        from torch._inductor import config, cpu_vec_isa
+
+        supported = cpu_vec_isa.x86_isa_checker()
+        if not (config.cpp.vec_isa_ok and supported) or config.max_autotune or config.max_autotune_gemm:
+            return self.tried()
+        return [isa for isa in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()) if str(isa) in supported]
 
 
 class CompiledCall:

@@ -17,7 +17,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from autofuse.compiled import CompiledCall, SharedCompilation, is_compile_error
+from autofuse.compiled import CompiledCall, SharedCompilation, UntriedISAs, is_compile_error
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, sharded_reason
 
@@ -30,7 +30,8 @@ STRATEGIES: tuple[Strategy, ...] = ("regions", "body", "model")
 # Seconds to compile forward and backward, per compilation, and what compiling saves of a step.
 # Measured with no Inductor cache on 2 CPU cores, GPT-2 with 6 blocks, 4x128 tokens, fp32: regions 18
 # and 24 s, body 34 and 39 s (without and with dropout), all with the trials of instruction sets, which
-# were a fifth of the regions' CPU seconds and are left out by now.
+# are left out by now: 2.4 of the 12.1 s that dynamo, Inductor and g++ took with torch 2.13, the header
+# precompiled, in one run with little else going on. That header takes 7 s, once for a machine.
 _COLD_SECONDS: dict[Strategy, float] = {"regions": 20.0, "body": 40.0, "model": 40.0}
 _SAVING = 0.2
 # What each form saves of the step that the one before has left: assumed, and low. The body's CPU seconds
@@ -107,6 +108,8 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
     def change(transaction: Transaction, sites: Sequence[Site]) -> None:
         # Else backward(retain_graph=True) fails: AOTAutograd reads this when compiling and in the backward.
         transaction.set_attribute(torch._functorch.config, "donated_buffer", False)
+        if context.device.type == "cpu":
+            _skip_trials(transaction)
         for site in sites:
             module = calls[site.path].module()
             if module is not None:
@@ -129,6 +132,14 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
         shared = SharedCompilation(kind, context.device, note, patch.reject)
         calls.update((path, CompiledCall(module, path, shared)) for path, module in kind)
     return patch
+
+
+def _skip_trials(transaction: Transaction) -> None:
+    from torch._inductor import cpu_vec_isa  # slow to import
+
+    tried = cpu_vec_isa.valid_vec_isa_list
+    if not isinstance(tried, UntriedISAs):  # one serves all, so that they can be undone in any order
+        transaction.set_attribute(cpu_vec_isa, "valid_vec_isa_list", UntriedISAs(tried))
 
 
 def _reason(kinds: Sequence[Kind], strategy: Strategy) -> str:
