@@ -379,6 +379,8 @@ class Tuner:
             for _ in range(self._turn(trial)):
                 sample = yield None
                 while sample.one_off or turn == changed:
+                    if sample.one_off and turn == changed:
+                        trial.samples.clear()  # the machine of before a compilation may be another
                     changed, unsettled = -1, unsettled + sample.one_off
                     if unsettled > UNSETTLED or not all(p.accepted for p in new):
                         return False

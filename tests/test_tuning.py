@@ -302,6 +302,30 @@ def test_steps_with_something_that_happens_once_are_not_counted(monkeypatch, tim
     assert row.status == "kept" and row.gain == pytest.approx(0.3)
 
 
+def test_steps_before_a_compilation_are_not_compared_with_those_after_it(monkeypatch, time):
+    """Meanwhile the machine has become half as fast."""
+    from autofuse.proof import runs
+
+    seen = [0]
+
+    def make(forward):
+        def new(x):
+            seen[0] += 1
+            if seen[0] == 2:  # the first step after the proof
+                runs.evaluations += 1
+                time.speed = 2.0
+            time.passes(-0.6)
+            return forward(x)
+
+        return new
+
+    register(monkeypatch, double=forward_patcher("1", make))
+    step, _ = tune(net(time), names=["double"])
+    row = step.report["double"]
+    assert row.status == "kept" and row.gain == pytest.approx(0.3)
+    assert row.before_ms == pytest.approx(4000) and row.after_ms == pytest.approx(2800)
+
+
 def test_a_patch_whose_steps_never_settle_is_given_up(monkeypatch, time):
     from autofuse.proof import runs
 
