@@ -12,18 +12,20 @@ import logging
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx.experimental._config
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
+from autofuse.errors import first_line, is_out_of_memory
 from autofuse.regions import Kind, hook_reason, is_plain_context
 
-__all__ = ["CompiledCall", "SharedCompilation", "UntriedISAs", "is_compile_error"]
+__all__ = ["CompiledCall", "OwnStorms", "SharedCompilation", "UntriedISAs", "is_compile_error"]
 
 # A kind of region needs one graph for the first shape and one for each size that turns out to vary; as many
 # again where some blocks get an input without gradient. Where that is more than this, or never ends, graphs
@@ -31,7 +33,7 @@ __all__ = ["CompiledCall", "SharedCompilation", "UntriedISAs", "is_compile_error
 RECOMPILE_LIMIT = 4
 
 _log = logging.getLogger("autofuse")
-_numbers = itertools.count()
+_REGION, _numbers = "region_", itertools.count()
 
 
 # --- calling -----------------------------------------------------------------------------------
@@ -59,13 +61,14 @@ class SharedCompilation:
         self._on_note = on_note
         self._integers = kind.dynamic
         self._dynamic: bool | None = None  # dynamo's own choice: the sizes that were seen to vary
+        self._first: list[Hashable] | None = None  # the sizes of the first call
 
     @functools.cached_property
     def run(self) -> Callable[..., Any]:
         """The compiled ``module(...)``; made at the first call, since Inductor takes seconds to import."""
         # A code object and a name of its own: dynamo hangs its caches, and its limit of graphs, on the
         # one, and what it learns about the sizes that vary on the other.
-        name = f"region_{next(_numbers)}"
+        name = f"{_REGION}{next(_numbers)}"
         function = types.FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
         compiled = torch.compile(function, dynamic=self._dynamic, **_compile_arguments(self.device))
         changes = []
@@ -78,12 +81,19 @@ class SharedCompilation:
             changes.append(symbols._make_closure_patcher(use_duck_shape=False))
         return _with_settings(compiled, changes) if changes else compiled
 
-    def survives(self, error: Exception) -> str | None:
+    def note(self, inputs: Any) -> None:
+        """Remember the sizes of the first call's inputs."""
+        if self._first is None:
+            self._first = _sizes(inputs)
+
+    def survives(self, error: Exception, inputs: Any) -> str | None:
         """None if ``error`` was a storm of graphs that dynamic shapes may end; else why to give up."""
         if type(error).__name__ != "FailOnRecompileLimitHit":
-            return _first_line(error)
+            return first_line(getattr(error, "inner_exception", error))  # what the backend raised
         if self._dynamic:
             return f"more than {RECOMPILE_LIMIT} graphs, and as many again with dynamic shapes"
+        if self._first == _sizes(inputs):  # it needs another graph for something else
+            return f"more than {RECOMPILE_LIMIT} graphs, for inputs of the same shapes"
         self._dynamic = True
         del self.run  # and with it its graphs
         where = f"{self.paths[0]} …" if len(self.paths) > 1 else self.paths[0] or "the model"
@@ -113,6 +123,12 @@ def _with_settings(compiled: Callable[..., Any], changes: Sequence[Callable[[], 
     return run
 
 
+def _sizes(inputs: Any) -> list[Hashable]:
+    """The shapes of the tensors among a call's inputs, and its integers."""
+    leaves = [x for x in tree_leaves(inputs) if isinstance(x, (int, torch.Tensor))]
+    return [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
 def _call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
@@ -128,6 +144,15 @@ def _compile_arguments(device: torch.device) -> dict[str, Any]:
         "fullgraph": True,
         "recompile_limit": RECOMPILE_LIMIT,
     }
+
+
+class OwnStorms(logging.Filter):
+    """Keeps from the terminal what dynamo logs of our storms: the report says it in one line."""
+
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"'{_REGION}" not in str(record.args)
 
 
 class UntriedISAs:
@@ -146,10 +171,13 @@ class UntriedISAs:
     def __call__(self) -> list[Any]:
         from torch._inductor import config, cpu_vec_isa
 
-        supported = cpu_vec_isa.x86_isa_checker()
-        if not (config.cpp.vec_isa_ok and supported) or config.max_autotune or config.max_autotune_gemm:
+        try:
+            supported = cpu_vec_isa.x86_isa_checker()
+            known = [isa for isa in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()) if str(isa) in supported]
+        except AttributeError:  # of another version
             return self.tried()
-        return [isa for isa in (cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()) if str(isa) in supported]
+        skip = known and config.cpp.vec_isa_ok and not (config.max_autotune or config.max_autotune_gemm)
+        return known if skip else self.tried()
 
 
 class CompiledCall:
@@ -175,7 +203,7 @@ class CompiledCall:
         except Exception as error:
             if _passes_through(error):
                 raise
-            reason = self.shared.survives(error)
+            reason = self.shared.survives(error, (args, kwargs))
         _set_random_state(self.shared.device, random)
         if reason is None:
             return self(*args, **kwargs)
@@ -205,6 +233,7 @@ class CompiledCall:
         return self.failure is not None
 
     def _compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.shared.note((args, kwargs))
         if len(self.shared.paths) == 1 or not any(map(_is_store, map(type, (*args, *kwargs.values())))):
             return self.shared.run(module, *args, **kwargs)
         stores = Deferred()
@@ -299,7 +328,7 @@ def is_compile_error(exception: BaseException) -> bool:
     >>> is_compile_error(ValueError("the user's own"))
     False
     """
-    if not isinstance(exception, Exception) or _is_out_of_memory(exception):
+    if not isinstance(exception, Exception) or is_out_of_memory(exception):
         return False
     return any(_is_from_compiler(error) for error in _chain(exception))
 
@@ -325,14 +354,4 @@ def _is_from_compiler(error: BaseException) -> bool:
 
 def _passes_through(error: Exception) -> bool:
     """Not for us: out of memory, which eager would be too, and checkpoint's way to end a forward."""
-    return _is_out_of_memory(error) or isinstance(error, _StopRecomputationError)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # what the backend raised
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return is_out_of_memory(error) or isinstance(error, _StopRecomputationError)

@@ -3,8 +3,9 @@
 Candidates are found without names: the innermost modules with at least two matrices to project with.
 In training such a module's own forward runs inside a `TorchFunctionMode` that sees the calls of
 ``F.scaled_dot_product_attention``, and makes the short ones in float32. The first of its calls shows
-whether there are any: a module without (an MLP), or whose attention is in another dtype, gets its class
-back. One whose sequences were long so far stays, since those of a later batch may be short.
+whether there are any: a module without (an MLP) gets its class back, and so does one whose attention is
+in another dtype, whenever that is seen. One whose sequences were long so far stays, since those of a later
+batch may be short.
 """
 
 from __future__ import annotations
@@ -193,8 +194,8 @@ def _swapped(cls: type[nn.Module]) -> type[nn.Module]:
             out = original(self, *args, **kwargs)
         use = _uses.setdefault(self, _Use())  # a copy of a changed module has none
         use.attends, use.short = use.attends or seen.attends, use.short or seen.short
-        if not use.attends:
-            use.reject(seen.why_not)
+        if not use.attends or (not seen.attends and seen.why_not != NOT_CALLED):
+            use.reject(seen.why_not)  # even after it has attended: the step computes in float32 by now
             self.__class__ = cls
         return out
 

@@ -17,7 +17,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from autofuse.compiled import CompiledCall, SharedCompilation, UntriedISAs, is_compile_error
+from autofuse.compiled import CompiledCall, OwnStorms, SharedCompilation, UntriedISAs, is_compile_error
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, sharded_reason
 
@@ -110,6 +110,9 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
         transaction.set_attribute(torch._functorch.config, "donated_buffer", False)
         if context.device.type == "cpu":
             _skip_trials(transaction)
+        storms = OwnStorms()
+        OwnStorms.logger.addFilter(storms)
+        transaction.on_undo(functools.partial(OwnStorms.logger.removeFilter, storms))
         for site in sites:
             module = calls[site.path].module()
             if module is not None:
@@ -137,8 +140,8 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
 def _skip_trials(transaction: Transaction) -> None:
     from torch._inductor import cpu_vec_isa  # slow to import
 
-    tried = cpu_vec_isa.valid_vec_isa_list
-    if not isinstance(tried, UntriedISAs):  # one serves all, so that they can be undone in any order
+    tried = getattr(cpu_vec_isa, "valid_vec_isa_list", None)  # not every version has to have it
+    if tried is not None and not isinstance(tried, UntriedISAs):  # one serves all: undone in any order
         transaction.set_attribute(cpu_vec_isa, "valid_vec_isa_list", UntriedISAs(tried))
 
 

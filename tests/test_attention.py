@@ -238,6 +238,17 @@ def test_another_dtype_is_left_alone(dtype: torch.dtype) -> None:
     assert type(model.blocks[0].attention) is Attention and patch.reason and not patch.accepted
 
 
+def test_what_attended_in_bf16_and_no_longer_does_is_left_alone() -> None:
+    """A change of precision was tried, and given up."""
+    model = Net()
+    before = train(model, inputs(), torch.float32)
+    patch = applied(model)
+    train(model, inputs())
+    assert accepted(patch) == ATTENTIONS and patch.idle is not None and not patch.idle()
+    assert all(map(torch.equal, train(model, inputs(), torch.float32), before))
+    assert not patch.accepted and "float32" in patch.reason
+
+
 def test_a_trained_mask_and_other_shapes_are_left_alone() -> None:
     q, k, v = qkv()
     trained = ADDED.clone().requires_grad_()

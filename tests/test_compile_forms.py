@@ -143,7 +143,9 @@ def test_a_storm_of_shapes_ends_with_dynamic_shapes(graphs: Counter) -> None:
     assert compiled.RECOMPILE_LIMIT < graphs.graphs <= compiled.RECOMPILE_LIMIT + 2
 
 
-def test_a_storm_that_dynamic_shapes_cannot_end_is_left_to_eager(graphs: Counter) -> None:
+def test_a_storm_that_dynamic_shapes_cannot_end_is_left_to_eager(
+    graphs: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
     class Storm(Block):
         mood = ""
 
@@ -152,15 +154,38 @@ def test_a_storm_that_dynamic_shapes_cannot_end_is_left_to_eager(graphs: Counter
 
     net = Net(2, Storm)
     reference = copy.deepcopy(net)
-    patch = found(net)
+    patch, filters = found(net), list(compiled.OwnStorms.logger.filters)
     patch.apply()
     for mood in range(12):
         for each in (*net.blocks, *reference.blocks):
             each.mood = "x" * mood
         assert_same_step(net, reference, batch())
     assert not patch.accepted
+    assert patch.reason == "more than 4 graphs, for inputs of the same shapes"
+    assert graphs.graphs == compiled.RECOMPILE_LIMIT
+    assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
+    patch.undo()
+    assert compiled.OwnStorms.logger.filters == filters
+
+
+def test_a_storm_of_shapes_and_of_something_else(graphs: Counter) -> None:
+    class Storm(Remembering):
+        mood = ""
+
+        def forward(self, x: Tensor, *, memory: Any = ()) -> Tensor:
+            return super().forward(x, memory=memory) * len(self.mood)
+
+    net = Feeding()
+    net.blocks = nn.ModuleList(Storm() for _ in range(2))
+    reference = copy.deepcopy(net)
+    patch = found(net)
+    patch.apply()
+    for mood in range(1, 16):
+        for each in (*net.blocks, *reference.blocks):
+            each.mood = "x" * mood
+        assert_same_step(net, reference, batch(), torch.randn(mood + 2))
+    assert not patch.accepted
     assert patch.reason == "more than 4 graphs, and as many again with dynamic shapes"
-    assert graphs.graphs == 2 * compiled.RECOMPILE_LIMIT
 
 
 def test_a_float_that_changes_each_step_is_no_storm_or_ends_in_eager(graphs: Counter) -> None:
