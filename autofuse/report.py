@@ -54,7 +54,7 @@ class Tuning:
         tokens_per_step: tokens of a step, where a batch has any.
         peak_before_mb, peak_after_mb: the device's peak of allocated memory in a step as it was and
             as it is now, in 10^6 bytes.
-        order: names of the patches in the order in which they were introduced; empty: that of the rows.
+        order: names of the patches in the order in which they were timed; empty: that of the rows.
         notes: further sentences for the report.
 
     >>> Tuning("done", baseline_ms=800.0, final_ms=400.0).speedup
