@@ -233,8 +233,7 @@ class Tuner:
         if not undecided:
             return
         patches.apply_all(undecided)
-        yield None  # the first step of a state is not counted
-        self._recent = []
+        yield from self._collect_anew()
         for patch in reversed(self._in_order(chosen)):
             if not patch.accepted or self._is_idle(patch):
                 continue
@@ -267,6 +266,8 @@ class Tuner:
         yield [patch]
         price = self.tuning.seconds - spent
         self._uncounted += price  # weighed against the steps to come
+        if patch.accepted:
+            yield from self._collect_anew()
         yield from self._introduce(patch)
         if patch.applied and patch.encloses:
             yield from self._try_without_inner(patch, price)
@@ -304,6 +305,7 @@ class Tuner:
                 yield [better]
                 if better.accepted:
                     states[0]()
+                    yield from self._collect_anew()
                     helps = yield from self._try(trial, states, [better])
             except GeneratorExit:
                 states[0]()
@@ -404,6 +406,12 @@ class Tuner:
             sample = yield None
             if not sample.one_off:
                 self._recent.append(sample)
+
+    def _collect_anew(self) -> Steps:
+        """The same, after a long proof or a change of state, whose first step is not like the others."""
+        yield None
+        self._recent = []
+        yield from self._collect(2)
 
     def _turn(self, trial: Trial) -> int:
         """Steps in a row of one state: few, but so many that changing over costs little."""

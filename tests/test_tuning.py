@@ -326,6 +326,34 @@ def test_steps_before_a_compilation_are_not_compared_with_those_after_it(monkeyp
     assert row.before_ms == pytest.approx(4000) and row.after_ms == pytest.approx(2800)
 
 
+def test_steps_before_a_long_proof_are_not_compared_with_those_after_it(monkeypatch, time):
+    """While something was compiled for the proof, the machine has become half as fast."""
+    seen = [0]
+
+    def make(forward):
+        def new(x):
+            seen[0] += 1
+            if seen[0] == 1:  # in the proof
+                time.speed = 2.0
+            time.passes(-0.6)
+            return forward(x)
+
+        return new
+
+    double = forward_patcher("1", make)
+
+    def dear(context):
+        patch = double(context)
+        patch.pays, patch.encloses = (lambda seconds: None), True
+        return patch
+
+    register(monkeypatch, dear=Entry(dear, order=90))
+    step, _ = tune(net(time), names=["dear"])
+    row = step.report["dear"]
+    assert row.status == "kept" and row.gain == pytest.approx(0.3)
+    assert row.before_ms == pytest.approx(4000) and row.after_ms == pytest.approx(2800)
+
+
 def test_a_patch_whose_steps_never_settle_is_given_up(monkeypatch, time):
     from autofuse.proof import runs
 
