@@ -129,7 +129,10 @@ def test_no_further_from_float64_than_the_unfused_loss(case: Case, dtype: torch.
     e, a, b = exact.inputs(torch.float64), case.inputs(dtype), case.inputs(dtype)
     truth = results(unfused(exact, e, torch.float64), e)
     theirs = error(results(unfused(case, b, dtype), b), truth)
-    assert error(results(fused(case, a, dtype), a), truth) <= max(1.5 * theirs, 4 * torch.finfo(dtype).eps)
+    units = 8 if dtype == torch.float32 else 4  # of rounding, which a soft cap's few terms may have
+    assert error(results(fused(case, a, dtype), a), truth) <= max(
+        1.5 * theirs, units * torch.finfo(dtype).eps
+    )
 
 
 @given(cases())
