@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import (
     CASES,
     PLAIN,
@@ -14,21 +13,8 @@ from cases import (
     fast_loop,
     optimize,
 )
-from torch import nn
 
 import autofuse
-
-MSE = {"loss_fn": F.mse_loss, **PLAIN}
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-
-
-def pair(seed=1, rows=6):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
 
 
 def test_state_dict_round_trip():
