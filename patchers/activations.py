@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofuse.functional import activation
 from autofuse.functional.activation import ACTIVATIONS
 from autofuse.functional.rms_norm import transformed
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name, fused_class
@@ -58,6 +59,9 @@ def find(context: Context) -> Patch | Rejected:
         if key not in known:
             known[key] = recognise(module)
         form = known[key]
+        obstacle = activation.obstacle(form.operation, context.hardware) if isinstance(form, Form) else None
+        if obstacle is not None:
+            form = Rejected(obstacle)
         if isinstance(form, Rejected):
             sites.append(Site(path, class_name(module), reason=form.reason))
         elif form is not None:

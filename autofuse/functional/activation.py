@@ -2,16 +2,24 @@
 
 Written out in PyTorch's elementwise operations, an activation makes one pass over memory for each of them,
 and keeps several tensors of its input's size for the backward. Measured on 2 cores of a Xeon with AMX,
-PyTorch 2.13, input (4, 256, 3072), ms of forward and backward (the least of 30), written out and here:
+PyTorch 2.13, input (4, 256, 3072), ms of forward and backward (the least of 30), written out and here, and
+MiB kept for the backward:
 
-TIMINGS
+    float32: GELU by tanh 20.7 and 7.0 (MiB: 48 and 12), GELU 16.6 and 4.4 (36 and 12), quick GELU 7.3 and
+    4.6 (24 and 12), SiLU 6.2 and 2.1 (24 and 12), squared ReLU 5.8 and 3.8 (12 and 12), Mish 11.7 and 14.1
+    (24 and 12)
+
+    bfloat16 under autocast: GELU by tanh 16.5 and 6.4, GELU 11.5 and 3.3, quick GELU 5.2 and 3.6, SiLU 4.6
+    and 1.9, squared ReLU 2.5 and 2.2, Mish 10.9 and 13.9; half the MiB
+
+so that Mish stays written out on CPUs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +27,10 @@ from torch import Tensor
 
 from autofuse.functional.rms_norm import transformed
 
-__all__ = ["ACTIVATIONS", "REFERENCES", "gelu_tanh", "quick_gelu", "relu_squared"]
+if TYPE_CHECKING:
+    from autofuse.hardware import Hardware
+
+__all__ = ["ACTIVATIONS", "REFERENCES", "gelu_tanh", "obstacle", "quick_gelu", "relu_squared"]
 
 
 def gelu_tanh(input: Tensor) -> Tensor:
@@ -78,6 +89,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "relu_squared": relu_squared,
 }
+
+
+def obstacle(name: str, hardware: Hardware) -> str | None:
+    """Why the activation does not gain on such a machine; None where it does.
+
+    >>> from autofuse import Hardware
+    >>> obstacle("mish", Hardware.named("cpu-amx")), obstacle("mish", Hardware.named("A100"))
+    ("PyTorch's own Mish takes longer on a CPU than the written-out one", None)
+    """
+    slow = name == "mish" and hardware.kind == "cpu"
+    return "PyTorch's own Mish takes longer on a CPU than the written-out one" if slow else None
 
 
 class _QuickGELU(torch.autograd.Function):

@@ -138,9 +138,10 @@ def _torch(
 
 
 def transformed() -> bool:
-    """Whether a compiler or a function transform traces us, for which PyTorch's own op is better."""
+    """Whether a compiler, a tracer or a function transform traces us, for which PyTorch's own op is better."""
     return (
         torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
