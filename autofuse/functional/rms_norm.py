@@ -138,7 +138,7 @@ def _torch(
 
 
 def transformed() -> bool:
-    """Whether a compiler, a tracer or a function transform traces us, for which PyTorch's own op is better."""
+    """Whether a compiler, a tracer or a transform runs us, for which PyTorch's own op is better."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
