@@ -27,12 +27,15 @@ from torch import Tensor, nn
 __all__ = [
     "CannotProbe",
     "RandomState",
+    "attributes_read",
     "generator",
     "isolated_copy",
+    "keeps_something",
     "modules_behind",
     "outside_dependence",
     "quiet",
     "random_state",
+    "signature",
     "single_input",
 ]
 
@@ -137,6 +140,8 @@ def isolated_copy(module: nn.Module) -> nn.Module:
             value = OrderedDict()
         elif name == "_compiled_call_impl":
             continue
+        elif isinstance(value, types.MethodType) and value.__self__ is module:
+            value = types.MethodType(value.__func__, new)
         elif not isinstance(value, PLAIN):
             try:
                 value = copy.deepcopy(value)
@@ -169,6 +174,52 @@ def single_input(cls: type[nn.Module]) -> str | None:
     return parameters[0].name if len(parameters) == 1 and parameters[0].kind in kinds else None
 
 
+def signature(module: nn.Module) -> Any:
+    """What tells modules apart that may compute different things: class, parameters' shapes, attributes.
+
+    >>> signature(nn.LayerNorm(4)) == signature(nn.LayerNorm(4)), nn.LayerNorm(4) == nn.LayerNorm(4)
+    (True, False)
+    """
+    attributes = tuple(
+        (name, _by_value(value, module))
+        for name, value in vars(module).items()
+        if name != "training" and name not in _INTERNAL
+    )
+    parameters = tuple((n, None if p is None else p.shape) for n, p in module._parameters.items())
+    return type(module), parameters, attributes
+
+
+_INTERNAL = frozenset((*vars(nn.Module()), *nn.Module.__dict__))
+
+
+def _by_value(value: Any, module: nn.Module) -> Any:
+    """The value where it is plain, else the object's identity."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_by_value(item, module) for item in value)
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return value.__func__
+    if isinstance(value, functools.partial):
+        parts = value.func, *value.args, *value.keywords, *value.keywords.values()
+        return functools.partial, tuple(_by_value(part, module) for part in parts)
+    return (type(value), value) if isinstance(value, PLAIN) else id(value)
+
+
+def keeps_something(probe: nn.Module, input: Tensor) -> bool:
+    """Whether a call sets an attribute, which a fused forward would not do."""
+    before = {name: id(value) for name, value in vars(probe).items()}
+    probe(input)
+    return before != {name: id(value) for name, value in vars(probe).items()}
+
+
+def attributes_read(module: nn.Module) -> set[str]:
+    """The names of the module's own attributes that its forward may read.
+
+    >>> sorted(attributes_read(nn.LayerNorm(4)))
+    []
+    """
+    return {name for f in _reachable(module) for name in f.__code__.co_names if name in vars(module)}
+
+
 def outside_dependence(module: nn.Module) -> str | None:
     """What else than its input, parameters and plain attributes ``module.forward`` reads, in words.
 
@@ -176,7 +227,7 @@ def outside_dependence(module: nn.Module) -> str | None:
     closure that holds a value (rather than a function, class or module), and an attribute that
     holds a mutable object, may change behind the recognition's back.
     """
-    for function in _reachable(type(module)):
+    for function in _reachable(module):
         for name, value in _global_reads(function):
             if not callable(value) and not isinstance(value, (types.ModuleType, torch.dtype)):
                 return f"its forward depends on the global {name!r}"
@@ -185,7 +236,7 @@ def outside_dependence(module: nn.Module) -> str | None:
             if name != "__class__" and not callable(value) and not isinstance(value, types.ModuleType):
                 return f"its forward depends on the variable {name!r} of an enclosing function"
         for name in function.__code__.co_names:
-            if not _constant(vars(module).get(name)):
+            if not _constant(vars(module).get(name), module):
                 return f"its forward depends on its mutable attribute {name!r}"
     return None
 
@@ -224,14 +275,20 @@ def _cell_value(cell: types.CellType) -> Any:
         return None
 
 
-def _constant(value: Any) -> bool:
+def _constant(value: Any, module: nn.Module) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_constant(item) for item in value)
+        return all(_constant(item, module) for item in value)
+    if isinstance(value, functools.partial):
+        return all(_constant(v, module) for v in (value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):  # an object's may read its state
+        return value.__self__ is module or isinstance(value.__self__, (types.ModuleType, type, type(None)))
     return isinstance(value, PLAIN) or callable(value)
 
 
-def _reachable(cls: type[nn.Module], limit: int = 30) -> list[types.FunctionType]:
-    """``cls.forward`` and the functions of its own module and methods that it may call."""
+def _reachable(module: nn.Module, limit: int = 30) -> list[types.FunctionType]:
+    """The module's forward and the functions of its Python module, its methods and its attributes that it
+    may call."""
+    cls = type(module)
     found: list[types.FunctionType] = []
     todo: list[Any] = [cls.forward]
     home = {base.__module__ for base in cls.__mro__ if base.__module__.split(".")[0] != "torch"}
@@ -247,6 +304,10 @@ def _reachable(cls: type[nn.Module], limit: int = 30) -> list[types.FunctionType
         for name in function.__code__.co_names:
             method = inspect.getattr_static(cls, name, None)
             todo.append(getattr(method, "__func__", getattr(method, "fget", method)))
+            attribute = vars(module).get(name)
+            while isinstance(attribute, functools.partial):
+                attribute = attribute.func
+            todo.append(getattr(attribute, "__func__", attribute))
     return found
 
 

@@ -24,12 +24,13 @@ from autofuse.functional.rms_norm import rms_norm
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name, fused_class
 from autofuse.precision import step_dtype
 from autofuse.probe import (
-    PLAIN,
     CannotProbe,
     generator,
     isolated_copy,
+    keeps_something,
     outside_dependence,
     quiet,
+    signature,
     single_input,
 )
 
@@ -79,7 +80,7 @@ def find(context: Context) -> Patch | Rejected:
         done += hasattr(module, "_autofuse_original")
         if not _is_candidate(module):
             continue
-        key = _signature(module)
+        key = signature(module)
         if key not in known:
             known[key] = recognise(module)
         form = known[key]
@@ -193,23 +194,6 @@ def _is_candidate(module: nn.Module) -> bool:
     return count <= 2 and len(shapes) == 1 and 1 <= len(shape) <= 4 and 1 < shape.numel() <= 2**17
 
 
-def _signature(module: nn.Module) -> Any:
-    attributes = []
-    for name, value in vars(module).items():
-        if name == "training" or name in nn.Module.__dict__ or name.startswith("_"):
-            continue
-        attributes.append((name, _by_value(value)))
-    parameters = tuple((n, None if p is None else p.shape) for n, p in module._parameters.items())
-    return type(module), parameters, tuple(attributes), "forward" in vars(module)
-
-
-def _by_value(value: Any) -> Any:
-    """What tells attributes apart: the value where it is plain, else the object's identity."""
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_by_value, value))
-    return value if isinstance(value, PLAIN) else id(value)
-
-
 # --- recognition -------------------------------------------------------------------------------
 
 
@@ -243,7 +227,8 @@ def _recognise(module: nn.Module) -> Form | Rejected:
     if outside is not None:
         return Rejected(outside)
     probe = isolated_copy(module)
-    if _keeps_something(probe):
+    _fill(probe)
+    if keeps_something(probe, _inputs(probe)):
         return Rejected("its forward changes its own state")
     matches = [form for form in _hypotheses(probe) if _matches(probe, form)]
     if not matches:
@@ -251,14 +236,6 @@ def _recognise(module: nn.Module) -> Form | Rejected:
     if len(matches) > 1:
         return Rejected(f"it cannot be told apart: {' or '.join(map(str, matches))}")
     return _with_dtypes(probe, matches[0])
-
-
-def _keeps_something(probe: nn.Module) -> bool:
-    """Whether a call sets an attribute, which a fused forward would not do."""
-    _fill(probe)
-    before = {name: id(value) for name, value in vars(probe).items()}
-    probe(_inputs(probe))
-    return before != {name: id(value) for name, value in vars(probe).items()}
 
 
 def _shape(probe: nn.Module) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from autofuse.precision import at_least
 if TYPE_CHECKING:
     from autofuse.hardware import Hardware
 
-__all__ = ["PROVIDERS", "choose", "rms_norm"]
+__all__ = ["PROVIDERS", "choose", "rms_norm", "transformed"]
 
 
 def rms_norm(
@@ -130,17 +130,18 @@ def _scale(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 def _torch(
     input: Tensor, shape: list[int], weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> Tensor:
-    if input.device.type != "cpu" or _transformed():
+    if input.device.type != "cpu" or transformed():
         return _native(input, shape, weight, eps, offset, dtype)
     if weight is not None and weight.dtype == torch.float64 != input.dtype:
         input = input.double()
     return _RMSNorm.apply(input, weight, len(shape), eps, offset, dtype)
 
 
-def _transformed() -> bool:
-    """Whether a compiler or a function transform traces us, for which PyTorch's own op is better."""
+def transformed() -> bool:
+    """Whether a compiler, a tracer or a transform runs us, for which PyTorch's own op is better."""
     return (
         torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
