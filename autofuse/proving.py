@@ -1,4 +1,4 @@
-"""The patches of a plan, proved one at a time on a real batch."""
+"""The patches of a plan, proved on a real batch: all at once where they pass, else one after the other."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class Prover:
         agreement: the processes that must all come to the same verdict.
 
     Attributes:
-        errors: by the name of a patch, the largest relative error that was found.
-        seconds: by the name of a patch, how long forward and backward took without and with it.
+        errors: by the name of a patch, the largest relative error that was found, for those that were proved
+            together of all of them.
+        seconds: by the name of a patch that was proved by itself, how long forward and backward took
+            without and with it.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Prover:
         self.seconds: dict[str, tuple[float, float]] = {}
 
     def prove(self, patches: Sequence[Patch], reference: Outcome, known: Sequence[Patch] = ()) -> None:
-        """Apply and prove each patch in turn; what fails is undone and rejected with its reason.
+        """Apply and prove the patches; what fails is undone and rejected with its reason.
 
-        Changes of precision come first, since the others are held against what they leave.
+        Changes of precision come first, since the others are held against what they leave. Those are proved
+        together, or in turn where together they fail.
 
         Args:
             known: those that were proved on an earlier batch, and are only applied.
@@ -66,9 +69,13 @@ class Prover:
                 self._prove_forms(patch, reference)
         exact = [patch for patch in patches if patch.accepted and patch.exact]
         new = [patch for patch in exact if patch not in known]
-        reason = None
+        reason, alone = None, len(new) == len(exact)
         if new:
-            reference, reason = self._repeat(reference, again=len(new) == len(exact))
+            reference, reason = self._repeat(reference, again=False)
+        if alone and self._prove_together([p for p in new if p.pays is None], reference):
+            new = [patch for patch in new if not patch.applied]
+        elif alone and new:
+            reference, reason = self._repeat(reference, again=True)
         for patch in exact:
             if patch in known:
                 self._apply(patch)
@@ -77,6 +84,27 @@ class Prover:
                 patch.reject(reason)
             else:
                 self._prove_forms(patch, reference)
+
+    def _prove_together(self, patches: Sequence[Patch], reference: Outcome) -> bool:
+        """All at once, which takes a single run; False where that is too few or they fail, so that each
+        is to be proved by itself."""
+        if len(patches) < 2:
+            return False
+        try:
+            for patch in patches:
+                self._apply(patch)
+            outcome = self._outcome(reference)
+            error = compare(reference, outcome)
+            within = error.within(self._own, self._precision())
+        except Exception:  # whose fault it is, the proof of each will say
+            within = False
+        if not self._agreement.all(within):
+            for patch in reversed(patches):
+                patch.undo()
+            return False
+        self.errors |= {patch.name: error.largest for patch in patches}
+        self._seconds = outcome.seconds
+        return True
 
     def _repeat(self, reference: Outcome, *, again: bool) -> tuple[Outcome, str | None]:
         """What the exact patches are held against, and why nothing can be: a step that differs from

@@ -1,10 +1,10 @@
 """The tuner: what each patch does, found out on the user's real steps; it is kept or undone.
 
-It starts from the loop as it was. Every step that is taken meanwhile is a valid training step: what
-is tried has been proved to give the same result. All cheap patches are tried at once, and each then
-once without, or one after the other where that does not help. A patch is timed against the steps
-right before; where the answer is not clear at once, steps with and without it take turns until it is,
-or until the budget is spent: then the loop stays as it was without the patch.
+Every step that is taken meanwhile is a valid training step: what is tried has been proved to give the
+same result. All cheap patches are there from the first step on; then comes the loop as it was, to
+compare with, and each patch once without, or one after the other where all together do not help. A patch is
+timed against the steps right before; where the answer is not clear at once, steps with and without it
+take turns until it is, or until the budget is spent: then the loop stays as it was without the patch.
 """
 
 from __future__ import annotations
@@ -154,10 +154,6 @@ class Tuner:
         precision = [p for p in cheap if not p.exact and p.accepted]
         exact = [p for p in cheap if p.exact]
         patches.keep([p for p in precision if p.forced])
-        yield None  # the first step makes the optimizer's state, and whatever else is made once
-        yield from self._collect(2)
-        self.tuning.baseline_ms = 1e3 * self._seconds()
-        self._per_token = sum(s.seconds for s in self._recent) / sum(max(s.tokens, 1) for s in self._recent)
         together = yield from self._introduce_together(self._among_undecided(cheap))
         for patch in self._among_undecided(precision):
             yield from self._introduce(patch)
@@ -214,15 +210,22 @@ class Tuner:
             self._drop(patch, trial.why_not())
 
     def _introduce_together(self, chosen: Sequence[Patch]) -> Steps:
-        """All that is proved at once, so that the step is fast at once; whether that clearly helps.
+        """All that is proved at once, so that the step is fast from the first on; whether that clearly helps.
 
         The loop is then as it was, and what each of them does is to be found out."""
-        if len(chosen) < 2 or self._overspent():
-            return False
-        trial = Trial()
+        trial, helps, several = Trial(), False, len(chosen) >= 2
         states: tuple[State, State] = lambda: _undo_all(chosen), lambda: self._patches.apply_all(chosen)
-        helps = yield from self._try(trial, states, chosen)
-        self._settle(trial, states, False)
+        if several:
+            states[1]()
+        yield None  # the first step makes the optimizer's state, and whatever else is made once
+        yield from self._collect(2)
+        if several:
+            helps = yield from self._try(trial, states, chosen, holds=1)
+            self._settle(trial, states, False)
+        if len(self._recent) < 2:  # it failed before the loop as it was had its turn
+            yield from self._collect_anew()
+        self.tuning.baseline_ms = 1e3 * self._seconds()
+        self._per_token = sum(s.seconds for s in self._recent) / sum(max(s.tokens, 1) for s in self._recent)
         if helps and all(p.accepted for p in chosen):
             self._together = {p.name for p in chosen} | self._patches.kept, trial
         return helps

@@ -44,7 +44,9 @@ def find(context: Context) -> Patch | Rejected:
     if reason is not None:
         return Rejected(reason)
     site = Site("malloc", f"glibc {_glibc()}", operation="keep freed memory", provider="glibc")
-    reason = "memory that a step frees stays for the next one, which need not have it cleared and mapped again"
+    reason = (
+        "memory that a step frees stays for the next one, which need not have it cleared and mapped again"
+    )
     return Patch([site], _change, reason=reason, in_forward=False)
 
 
