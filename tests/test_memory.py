@@ -84,7 +84,7 @@ def files(monkeypatch, **texts):
 def test_page_faults_go_the_losses_stay_and_undo_gives_memory_back():
     (before, _), (kept, full), (after, _), undone, losses = python(TOY, "memory")
     assert losses == python(TOY)[-1]
-    assert before > 10_000 and kept < before / 50 and after > 20 * kept
+    assert before > 10_000 and kept < before / 50 and after > 5 * kept
     assert full - undone > 2 * 41e6  # two of its tensors at least
 
 
