@@ -172,6 +172,8 @@ class Patch:
         upgrade: a dearer form of the same change, asked for with the seconds of a step once this
             one is kept; it returns a `Rejected` where it would not pay.
         idle: whether it has had nothing to do so far, so that nothing about it could be timed.
+        lasting: undoing it does not bring the time of a step back to what it was before, so that steps
+            without it afterwards tell little.
         in_modules: the change is one of many small ones inside modules. Each may win alone and
             lose inside a compiled region, so that it is tried without once one is there.
         encloses: the change runs modules as one (compile): those inside are tried again after it.
@@ -194,6 +196,7 @@ class Patch:
         fallback: Callable[[], Patch | Rejected] | None = None,
         upgrade: Callable[[float], Patch | Rejected] | None = None,
         idle: Callable[[], bool] | None = None,
+        lasting: bool = False,
         in_modules: bool = False,
         encloses: bool = False,
     ) -> None:
@@ -211,6 +214,7 @@ class Patch:
         self.fallback = fallback
         self.upgrade = upgrade
         self.idle = idle
+        self.lasting = lasting
         self.in_modules = in_modules
         self.encloses = encloses
         self._change = change

@@ -51,7 +51,6 @@ class Patches:
     ) -> None:
         self._agreement, self._at_once = agreement or Agreement(), at_once
         self.kept: set[str] = set()
-        self._seconds: dict[str, tuple[float, float]] = {}  # in the proof, without and with
         self._plan, self._model, self._optimizers, self._others = plan, model, optimizers, others
         self._settings, self._journal = settings, journal
         self.proved = self._begun = self.asked = False
@@ -218,7 +217,6 @@ class Patches:
         """What was proved for a tuner is taken back: the tuner introduces it."""
         for row in self._plan.rows:
             row.error = prover.errors.get(row.name, row.error)
-        self._seconds |= prover.seconds
         now = [patch for patch in self if patch.in_forward and patch.applied]
         if due is None:
             self.kept |= {patch.name for patch in now}
@@ -254,12 +252,6 @@ class Patches:
 
     def row(self, patch: Patch) -> Row:
         return self._plan[patch.name]
-
-    def slowness(self, patch: Patch) -> float:
-        """The time of forward and backward with it over that without, as the proof saw it; a guess
-        where the proof could not see it."""
-        before, after = self._seconds.get(patch.name, (1.0, 1.0 if patch.in_forward else 0.9))
-        return after / before
 
     def record(self, patch: Patch, trial: Trial, *, further: bool = False) -> None:
         """Note in its row what a trial has found; ``further``: on top of what was found before."""

@@ -32,8 +32,6 @@ class Prover:
     Attributes:
         errors: by the name of a patch, the largest relative error that was found, for those that were proved
             together of all of them.
-        seconds: by the name of a patch that was proved by itself, how long forward and backward took
-            without and with it.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class Prover:
         self._others, self._agreement = others, agreement
         self._own: Error | None = None  # the unpatched step's own error at a lower precision
         self.errors: dict[str, float] = {}
-        self.seconds: dict[str, tuple[float, float]] = {}
 
     def prove(self, patches: Sequence[Patch], reference: Outcome, known: Sequence[Patch] = ()) -> None:
         """Apply and prove the patches; what fails is undone and rejected with its reason.
@@ -159,7 +156,6 @@ class Prover:
         within = error.within(self._own, self._precision()) if patch.exact else error.loss <= SAME_LOSS
         reason = self._agreement.objection(None if within else f"it changes the result: {error}")
         if reason is None:
-            self.seconds[patch.name] = self._seconds, outcome.seconds
             self._seconds = outcome.seconds
             if not patch.exact:
                 self._own, self._unpatched = error, outcome

@@ -163,16 +163,11 @@ class Tuner:
         else:
             if not as_proved and any(p.in_forward for p in self._among_undecided(exact)):
                 yield exact  # at the precision that it is now
-            for patch in self._in_order(exact):
+            for patch in self._among_undecided(exact):
                 yield from self._introduce(patch)
         for patch in self._undecided():
             yield from self._introduce_dear(patch)
         yield from self._compare_with_nothing()
-
-    def _in_order(self, chosen: Sequence[Patch]) -> list[Patch]:
-        """The undecided among them, what the proof saw pay first; the first process's order."""
-        names = [p.name for p in sorted(self._among_undecided(chosen), key=self._patches.slowness)]
-        return [p for p in map(self._patches.get, self._agreement.of_first(names)) if p is not None]
 
     def _among_undecided(self, chosen: Sequence[Patch]) -> list[Patch]:
         names = {p.name for p in chosen}  # another form may have taken a patch's place
@@ -231,14 +226,18 @@ class Tuner:
         return helps
 
     def _try_without_each(self, chosen: Sequence[Patch]) -> Steps:
-        """What has been found to help together, each once without: what does least goes first."""
+        """What has been found to help together, each once without."""
         patches, undecided = self._patches, self._among_undecided(chosen)
         if not undecided:
             return
         patches.apply_all(undecided)
         yield from self._collect_anew()
-        for patch in reversed(self._in_order(chosen)):
+        for patch in reversed(undecided):
             if not patch.accepted or self._is_idle(patch):
+                continue
+            if patch.lasting:
+                patch.reason += " (timed with the others alone: it outlasts being undone)"
+                patches.keep([patch])
                 continue
             if self._overspent():
                 patch.reason += " (not timed alone: tuning has spent its budget)"

@@ -58,7 +58,7 @@ def find(context: Context) -> Patch | Rejected:
     reason = (
         "memory that a step frees stays for the next one, which need not have it cleared and mapped again"
     )
-    return Patch([site], _change, reason=reason, in_forward=False)
+    return Patch([site], _change, reason=reason, in_forward=False, lasting=True)
 
 
 def _cannot(context: Context) -> str | None:
