@@ -29,10 +29,16 @@ __all__ = ["Tuner"]
 
 # A trial ends when this many of its steps had something in them that happens once.
 UNSETTLED = 10
+# Steps after which a change that outlasts its undo has its full effect, or none any more.
+LASTING_STEPS = 2
 # The latest steps of a state, which the next one is compared with.
 RECENT = 6
 # What a module's patch is taken to cost inside a compiled region, at the most, if it brought less alone.
 INNER_GAIN = 0.02
+# A step that is this much faster than the one before is still getting faster: caches fill, pages are mapped.
+SETTLED, MOST_SETTLING = 0.05, 5
+# A form that saves less leaves nothing for a dearer one of the same kind.
+UPGRADE_GAIN = 0.05
 # Turns are at least this long, so that changing over costs little where steps are short.
 TURN_SECONDS, TURN_STEPS = 0.1, 8
 BEGINS_WITH = 0, 2  # the first turn of a trial, by the state that it begins with
@@ -213,6 +219,7 @@ class Tuner:
         if several:
             states[1]()
         yield None  # the first step makes the optimizer's state, and whatever else is made once
+        yield from self._settled()
         yield from self._collect(2)
         if several:
             helps = yield from self._try(trial, states, chosen, holds=1)
@@ -294,6 +301,10 @@ class Tuner:
         """Replace a kept patch by its dearer forms, as long as that pays."""
         patches = self._patches
         while patch.upgrade is not None:
+            gain = patches.row(patch).gain
+            if gain is not None and gain < UPGRADE_GAIN:
+                patch.reason += f"; it saves less than {UPGRADE_GAIN:.0%}, so that no dearer form was tried"
+                return
             better = patch.upgrade(self._seconds())
             reason = self._agreement.objection(better.reason if isinstance(better, Rejected) else None)
             if reason is not None or isinstance(better, Rejected):
@@ -336,7 +347,7 @@ class Tuner:
             return
         trial = Trial()
         states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
-        helps = yield from self._try(trial, states, [], holds=None)
+        helps = yield from self._try(trial, states, kept, holds=None)
         if not trial.measured:
             patches.apply_all(kept)
             return
@@ -369,7 +380,7 @@ class Tuner:
             holds: which of the states is there now, so that the latest steps are samples of it; None:
                 those steps are not to be trusted.
         """
-        turn, changed, unsettled = 0, -1, 0  # changed: the turn whose first step is not counted
+        turn, changed, unsettled = 0, -1, 0  # changed: the first turn after the state that was there
         if holds is not None:
             yield from self._collect(2)
             turn = BEGINS_WITH[holds]
@@ -380,12 +391,14 @@ class Tuner:
             if self._overspent() and min(trial.count(0), trial.count(1)) >= 2:
                 break
             states[trial.arm(turn)]()
+            first = turn == changed
+            uncounted = LASTING_STEPS if any(p.lasting for p in new) else int(first)
             for _ in range(self._turn(trial)):
                 sample = yield None
-                while sample.one_off or turn == changed:
-                    if sample.one_off and turn == changed:
+                while sample.one_off or uncounted > 0:
+                    if sample.one_off and first:
                         trial.samples.clear()  # the machine of before a compilation may be another
-                    changed, unsettled = -1, unsettled + sample.one_off
+                    first, uncounted, unsettled = False, uncounted - 1, unsettled + sample.one_off
                     if unsettled > UNSETTLED or not all(p.accepted for p in new):
                         return False
                     sample = yield None
@@ -408,6 +421,14 @@ class Tuner:
             sample = yield None
             if not sample.one_off:
                 self._recent.append(sample)
+
+    def _settled(self) -> Steps:
+        """Steps until they do not get faster any more; the last one is a sample of the state."""
+        for _ in range(MOST_SETTLING):
+            yield from self._collect(len(self._recent) + 1)
+            if len(self._recent) > 1 and _pace(self._recent[-1]) > (1 - SETTLED) * _pace(self._recent[-2]):
+                break
+        self._recent = self._recent[-1:]
 
     def _collect_anew(self) -> Steps:
         """The same, after a long proof or a change of state, whose first step is not like the others."""
@@ -453,6 +474,10 @@ class Tuner:
             self._news = f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps"
         else:
             self._news = f"{name}: measuring"
+
+
+def _pace(sample: Sample) -> float:
+    return sample.seconds / max(sample.tokens, 1)
 
 
 def _undo_all(patches: Sequence[Patch]) -> None:
