@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from autofuse.batch import fresh
-from autofuse.hardware import DTYPES, Hardware, _measure
+from autofuse.hardware import DTYPES, Hardware
 from autofuse.probe import modules_behind
 from autofuse.proof import evaluate
 from autofuse.regions import eagerly
+from autofuse.timing import measure_matmul_rate
 
 if TYPE_CHECKING:
     from autofuse.step import TrainingStep
@@ -112,4 +113,5 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     if device.type == "cpu":
         return Hardware.detect("cpu").matmul_rate(dtype, torch.get_num_threads())
-    return _measure.__wrapped__(device.type, dtype, torch.get_num_threads())  # TF32 may be on by now
+    # Anew: TF32 may be on by now.
+    return measure_matmul_rate.__wrapped__(device.type, dtype, torch.get_num_threads())

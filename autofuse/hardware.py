@@ -10,11 +10,9 @@ import csv
 import functools
 import os
 import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 
 from autofuse.cards import Card, card, nvidia_architecture
 from autofuse.providers import Availability, Capability, named_availability
+from autofuse.timing import measure_matmul_rate
 
 __all__ = ["DTYPES", "Hardware"]
 
@@ -178,7 +177,7 @@ class Hardware:
         if dtype not in DTYPES.values():
             raise ValueError(f"matmul_rate knows {', '.join(map(str, DTYPES.values()))}, not {dtype!r}")
         if self.measured:
-            return _measure(self.device_type, dtype, threads)
+            return measure_matmul_rate(self.device_type, dtype, threads)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         peak = (self.published or {}).get(name)
         return None if peak is None else peak * 1000.0
@@ -459,42 +458,3 @@ def _host_memory() -> int | None:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     return min(total, int(text)) if text.isdecimal() else total
-
-
-# --- measured ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def _measure(device_type: str, dtype: torch.dtype, threads: int) -> float | None:
-    """GFLOP/s of square matrix products: the median of a few, after a warm-up."""
-    size = 512 if device_type == "cpu" else 4096
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)  # 1: nothing below may open the OpenMP pool, not even `arange`
-    try:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            numbers = torch.arange(size * size, dtype=torch.float32, device=device_type)
-            matrix = numbers.remainder_(7).sub_(3).view(size, size).to(dtype)
-            wait = (lambda: None) if device_type == "cpu" else getattr(torch, device_type).synchronize
-            seconds = _median_seconds(lambda: torch.mm(matrix, matrix), wait)
-    except RuntimeError:  # a dtype that this device has no matrix product for
-        return None
-    finally:
-        torch.set_num_threads(before)
-    return 2 * size**3 / seconds / 1e9
-
-
-def _median_seconds(run: Callable[[], object], wait: Callable[[], object]) -> float:
-    """The median time of up to nine runs, or of as many as fit into a tenth of a second."""
-    for _ in range(2):  # oneDNN and cuBLAS choose their kernel in the first call
-        started = time.perf_counter()
-        run()
-        wait()
-        if time.perf_counter() - started > 0.05:
-            break
-    times: list[float] = []
-    while len(times) < 9 and sum(times) < 0.1:
-        started = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)

@@ -67,9 +67,9 @@ def optimize(
         clip_grad_norm: the largest norm of all gradients together, applied after unscaling.
         precision: "auto", "fp32", "tf32", "bf16" or "fp16".
         compile: True, False, or "auto": only if its price pays within ``steps``.
-        measure: introduce the patches one at a time on real steps, time each against steps without
-            it, and keep what helps; they start with the first call of the step. False: the whole
-            plan at once. Each change is proved on a batch either way.
+        measure: time the patches on real steps, together and each against steps without it, and keep
+            what helps; they start with the first call of the step. False: the whole plan as it is.
+            Each change is proved on a batch either way.
         steps: optimizer steps still to come, if known.
         on_nonfinite: what a NaN or inf loss does beyond skipping its optimizer step: "report" it,
             or "raise" a FloatingPointError.

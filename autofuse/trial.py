@@ -118,6 +118,11 @@ class Trial:
         return min(self.count(0), self.count(1)) >= 2
 
     @property
+    def looks_faster(self) -> bool:
+        """Whether it probably helps, though that is not certain."""
+        return self.measured and self.estimate().gain > max(self.worth, LEAST_GAIN)
+
+    @property
     def exhausted(self) -> bool:
         """Whether the budget of the trial is spent."""
         mean = sum(s.seconds for *_, s in self.samples) / max(len(self.samples), 1)

@@ -76,6 +76,9 @@ class Tuner:
         self._recent: list[Sample] = []
         self._trials: dict[str, Trial] = {}
         self._together: tuple[set[str], Trial] | None = None  # names, and the trial of all of them
+        self._in_company: set[str] = (
+            set()
+        )  # what is being left out once, after all together was found to help
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
         self._tokens, self._per_token = 0, 0.0  # of all steps; seconds of the loop as it was
         self._script = self._tune()
@@ -127,11 +130,12 @@ class Tuner:
             tuning.extra_seconds = tuning.seconds - self._tokens * self._per_token
 
     def stop(self, reason: str) -> None:
-        """Decide nothing more: what is kept stays, the rest is given up."""
+        """Decide nothing more: what is kept or has helped in company stays, the rest is given up."""
         if not self.active:
             return
         self._script.close()
         patches = self._patches
+        patches.keep([p for p in self._undecided() if p.name in self._in_company])
         patches.give_up(self._undecided(), reason)
         patches.apply_all([p for p in patches if p.name in patches.kept])
         self.tuning.notes.append(f"Tuning was stopped: {reason}.")
@@ -237,6 +241,7 @@ class Tuner:
         patches, undecided = self._patches, self._among_undecided(chosen)
         if not undecided:
             return
+        self._in_company = {p.name for p in undecided}
         patches.apply_all(undecided)
         yield from self._collect_anew()
         for patch in reversed(undecided):
@@ -252,6 +257,8 @@ class Tuner:
                 continue
             trial, states = Trial(patch.worth), (patch.undo, self._applying(patch))
             helps = yield from self._try(trial, states, [patch], holds=1)
+            if patch.accepted and not helps and trial.looks_faster:  # and all together is known to be
+                helps, patch.reason = True, f"{patch.reason} (probably: it could not be told for certain)"
             self._decide(patch, trial, states, helps)
 
     def _is_idle(self, patch: Patch) -> bool:

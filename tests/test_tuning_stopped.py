@@ -38,6 +38,20 @@ def test_whenever_it_is_stopped_what_is_said_is_what_is_there(monkeypatch, time,
         assert not any(row.status == "kept" for row in step.report.rows) and not step.tuning
 
 
+def test_what_helped_together_stays_when_it_is_stopped_before_each_was_left_out(monkeypatch, time):
+    register(monkeypatch, good=takes("0", 0.4), other=takes("1", 0.5))
+    model = net(time)
+    options = {"loss_fn": nn.functional.mse_loss, "only": ["good", "other"], "precision": "fp32"}
+    step = autofuse.optimize(model, **options)
+    for number in range(40):
+        step(*batch(number))
+        if (model[0].seconds, model[1].seconds) == (0.4, 1.0):  # "other" is left out
+            break
+    step.stop_tuning()
+    assert [layer.seconds for layer in model[:2]] == [0.4, 0.5]
+    assert [step.report[name].status for name in ("good", "other")] == ["kept", "kept"]
+
+
 @pytest.mark.parametrize("at", range(0, 24, 3))
 @pytest.mark.parametrize("pieces", [False, True])
 def test_an_interrupt_in_the_backward_and_then_the_loop_goes_on(monkeypatch, time, at, pieces):

@@ -56,7 +56,7 @@ def _floor_figures(floor: Floor | str | None) -> dict[str, Any]:
     if not isinstance(floor, Floor):
         return {"failure": floor}
     seconds = {f"{dtype}_s": floor.seconds(dtype) for dtype in floor.rates}
-    return {"flops": floor.flops, "rates_gflops": floor.rates, **seconds}
+    return {"flops": floor.flops, "rates_gflops": floor.rates, **seconds, "alone_s": floor.alone}
 
 
 def _row(

@@ -64,6 +64,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         rates = ", ".join(f"{rate:,.0f} GFLOP/s in {name}" for name, rate in floor["rates_gflops"].items())
         least = ", ".join(f"{floor[f'{name}_s']:.3f} s in {name}" for name in floor["rates_gflops"])
         text = f"Floor: {floor['flops'] / 1e9:,.1f} GFLOP in products; at {rates} that takes {least}."
+        if floor["alone_s"]:
+            alone = ", ".join(f"{seconds:.3f} s in {name}" for name, seconds in floor["alone_s"].items())
+            text += f" Eager's own products alone take {alone}."
         console.print(text, markup=False, highlight=False)
     elif floor["failure"] is not None:
         console.print(f"Floor: {floor['failure']}", markup=False, highlight=False)
