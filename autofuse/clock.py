@@ -43,6 +43,11 @@ class Sample:
     one_off: bool = False
     peak: int | None = None
 
+    @property
+    def pace(self) -> float:
+        """Seconds per token."""
+        return self.seconds / max(self.tokens, 1)
+
 
 Listener = Callable[[Sample], object]
 

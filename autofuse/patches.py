@@ -111,6 +111,10 @@ class Patches:
         for patch in chosen:
             self.apply_or_reject(patch)
 
+    def undo_all(self, patches: Sequence[Patch]) -> None:
+        for patch in reversed(patches):
+            patch.undo()
+
     def keep(self, patches: Sequence[Patch]) -> None:
         for patch in patches:
             self.apply_or_reject(patch)

@@ -31,14 +31,11 @@ __all__ = ["Tuner"]
 UNSETTLED = 10
 # Steps after which a change that outlasts its undo has its full effect, or none any more.
 LASTING_STEPS = 2
-# The latest steps of a state, which the next one is compared with.
-RECENT = 6
-# What a module's patch is taken to cost inside a compiled region, at the most, if it brought less alone.
-INNER_GAIN = 0.02
+RECENT = 6  # the latest steps of a state, which the next one is compared with
+INNER_GAIN = 0.02  # what a module's patch may cost inside a compiled region, if it brought less alone
 # A step that is this much faster than the one before is still getting faster: caches fill, pages are mapped.
 SETTLED, MOST_SETTLING = 0.05, 5
-# A form that saves less leaves nothing for a dearer one of the same kind.
-UPGRADE_GAIN = 0.05
+UPGRADE_GAIN = 0.05  # a form that saves less leaves nothing for a dearer one
 # Turns are at least this long, so that changing over costs little where steps are short.
 TURN_SECONDS, TURN_STEPS = 0.1, 8
 BEGINS_WITH = 0, 2  # the first turn of a trial, by the state that it begins with
@@ -76,9 +73,7 @@ class Tuner:
         self._recent: list[Sample] = []
         self._trials: dict[str, Trial] = {}
         self._together: tuple[set[str], Trial] | None = None  # names, and the trial of all of them
-        self._in_company: set[str] = (
-            set()
-        )  # what is being left out once, after all together was found to help
+        self._in_company: set[str] = set()  # what is left out once, all together having helped
         self._uncounted = 0.0  # seconds of steps in which something was compiled or proved
         self._tokens, self._per_token = 0, 0.0  # of all steps; seconds of the loop as it was
         self._script = self._tune()
@@ -166,13 +161,13 @@ class Tuner:
         patches.keep([p for p in precision if p.forced])
         together = yield from self._introduce_together(self._among_undecided(cheap))
         for patch in self._among_undecided(precision):
-            yield from self._introduce(patch)
+            yield from self._introduce_precision(patch, exact if together else [])
         as_proved = all(p.name in patches.kept for p in precision)
         if together and as_proved:
             yield from self._try_without_each(exact)
         else:
             if not as_proved and any(p.in_forward for p in self._among_undecided(exact)):
-                yield exact  # at the precision that it is now
+                yield self._among_undecided(exact)  # at the precision that it is now
             for patch in self._among_undecided(exact):
                 yield from self._introduce(patch)
         for patch in self._undecided():
@@ -201,6 +196,25 @@ class Tuner:
         helps = yield from self._try(trial, states, [patch])
         self._decide(patch, trial, states, helps)
 
+    def _introduce_precision(self, patch: Patch, exact: Sequence[Patch]) -> Steps:
+        """Alone against the loop as it was. Where that is too little, in the company of the exact patches,
+        which are proved without it first: they leave less of a step, of which it saves more."""
+        trial, states = Trial(patch.worth), (patch.undo, self._applying(patch))
+        helps = yield from self._try(trial, states, [patch])
+        promising = trial.measured and trial.estimate().gain > 0 and not self._overspent()
+        company: Sequence[Patch] = []
+        if exact and promising and patch.accepted and not helps and not patch.forced:
+            self._settle(trial, states, False)
+            yield self._among_undecided(exact)
+            company, trial = self._among_undecided(exact), Trial(patch.worth)
+            self._patches.apply_all(company)
+            yield from self._collect_anew()
+            helps = yield from self._try(trial, states, [patch, *(p for p in company if not p.lasting)])
+        self._decide(patch, trial, states, helps)
+        if company:
+            self._patches.undo_all(company)
+            yield from self._collect_anew()
+
     def _decide(self, patch: Patch, trial: Trial, states: tuple[State, State], helps: bool) -> None:
         if not patch.accepted:
             return
@@ -219,7 +233,10 @@ class Tuner:
 
         The loop is then as it was, and what each of them does is to be found out."""
         trial, helps, several = Trial(), False, len(chosen) >= 2
-        states: tuple[State, State] = lambda: _undo_all(chosen), lambda: self._patches.apply_all(chosen)
+        states: tuple[State, State] = (
+            lambda: self._patches.undo_all(chosen),
+            lambda: self._patches.apply_all(chosen),
+        )
         if several:
             states[1]()
         yield None  # the first step makes the optimizer's state, and whatever else is made once
@@ -353,7 +370,7 @@ class Tuner:
             self._sum_up(self._together[1])
             return
         trial = Trial()
-        states = (lambda: _undo_all(kept)), (lambda: patches.apply_all(kept))
+        states = (lambda: patches.undo_all(kept)), (lambda: patches.apply_all(kept))
         helps = yield from self._try(trial, states, kept, holds=None)
         if not trial.measured:
             patches.apply_all(kept)
@@ -395,7 +412,7 @@ class Tuner:
                 trial.add(sample, turn)
             turn = changed = turn + 1
         while trial.verdict() is None and not trial.exhausted and unsettled <= UNSETTLED:
-            if self._overspent() and min(trial.count(0), trial.count(1)) >= 2:
+            if self._overspent() and trial.measured:
                 break
             states[trial.arm(turn)]()
             first = turn == changed
@@ -433,7 +450,7 @@ class Tuner:
         """Steps until they do not get faster any more; the last one is a sample of the state."""
         for _ in range(MOST_SETTLING):
             yield from self._collect(len(self._recent) + 1)
-            if len(self._recent) > 1 and _pace(self._recent[-1]) > (1 - SETTLED) * _pace(self._recent[-2]):
+            if len(self._recent) > 1 and self._recent[-1].pace > (1 - SETTLED) * self._recent[-2].pace:
                 break
         self._recent = self._recent[-1:]
 
@@ -451,7 +468,7 @@ class Tuner:
 
     def _seconds(self) -> float:
         """Of a step as it is now."""
-        return sum(s.seconds for s in self._recent) / len(self._recent) if self._recent else 0.0
+        return sum(s.seconds for s in self._recent) / max(len(self._recent), 1)
 
     @property
     def _steps_left(self) -> int:
@@ -477,16 +494,7 @@ class Tuner:
 
     def _tell(self, trial: Trial, new: Sequence[Patch]) -> None:
         name = new[0].name if len(new) == 1 else "all together"
-        if min(trial.count(0), trial.count(1)) >= 2:
+        if trial.measured:
             self._news = f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps"
         else:
             self._news = f"{name}: measuring"
-
-
-def _pace(sample: Sample) -> float:
-    return sample.seconds / max(sample.tokens, 1)
-
-
-def _undo_all(patches: Sequence[Patch]) -> None:
-    for patch in reversed(patches):
-        patch.undo()
