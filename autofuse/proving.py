@@ -69,7 +69,7 @@ class Prover:
         reason, alone = None, len(new) == len(exact)
         if new:
             reference, reason = self._repeat(reference, again=False)
-        if alone and self._prove_together([p for p in new if p.pays is None], reference):
+        if alone and self._prove_together([p for p in new if p.pays is None and not p.encloses], reference):
             new = [patch for patch in new if not patch.applied]
         elif alone and new:
             reference, reason = self._repeat(reference, again=True)

@@ -225,7 +225,7 @@ def test_candidates_race_and_their_figures_and_failures_are_shown() -> None:
     show(result, Console(file=text, width=170))
     shown = text.getvalue()
     assert "fused *" in shown and "broken: ValueError" in shown and "absent: not installed" in shown
-    assert "Floor: 0.0 GFLOP" in shown
+    assert "Floor: 0.0 GFLOP" in shown and "alone" not in shown
 
 
 def test_who_has_no_time_left_does_not_start() -> None:
@@ -374,6 +374,7 @@ def test_the_floor_counts_the_products_of_forward_and_backward() -> None:
     assert isinstance(floor, Floor) and floor.flops == count_flops(workload)
     assert floor.seconds("fp32") == pytest.approx(floor.flops / floor.rates["fp32"] / 1e9)
     assert floor.seconds("fp8") is None
+    assert floor.alone.keys() == floor.rates.keys() and all(seconds > 0 for seconds in floor.alone.values())
 
 
 def test_a_floor_that_cannot_be_found_is_a_reason() -> None:

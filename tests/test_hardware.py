@@ -99,7 +99,7 @@ def test_named_providers():
     ("name", "dtype"), [("cpu-avx2", None), ("cpu-avx512-bf16", None), ("cpu-amx", BF16)]
 )
 def test_named_cpus_decide_without_measuring(name, dtype, monkeypatch):
-    monkeypatch.setattr(module, "_measure", lambda *_: pytest.fail("measured another machine"))
+    monkeypatch.setattr(module, "measure_matmul_rate", lambda *_: pytest.fail("measured another machine"))
     assert Hardware.named(name).autocast_dtype()[0] is dtype
     assert Hardware.named(name).matmul_rate(torch.float32) is None and Hardware.named(name).rates() == {}
 
@@ -107,7 +107,7 @@ def test_named_cpus_decide_without_measuring(name, dtype, monkeypatch):
 @pytest.mark.parametrize(("bf16", "chosen"), [(165.0, None), (389.0, None), (391.0, BF16), (1800.0, BF16)])
 def test_this_cpu_decides_by_the_measured_rate(bf16, chosen, monkeypatch):
     rates = {torch.float32: 300.0, BF16: bf16}
-    monkeypatch.setattr(module, "_measure", lambda device, dtype, threads: rates[dtype])
+    monkeypatch.setattr(module, "measure_matmul_rate", lambda device, dtype, threads: rates[dtype])
     dtype, reason = Hardware.detect("cpu").autocast_dtype()
     assert dtype is chosen and f"{bf16:.0f} GFLOP/s in bf16" in reason and "300 in fp32" in reason
 
@@ -207,7 +207,7 @@ def test_mps_stays_in_fp32(monkeypatch, uncached):
 
 
 def test_the_rate_is_measured_once_quickly_and_leaves_no_trace(monkeypatch):
-    module._measure.cache_clear()
+    module.measure_matmul_rate.cache_clear()
     mm, results = torch.mm, []
     monkeypatch.setattr(torch, "mm", lambda a, b: results.append((a.dtype, mm(a, b).dtype)))
     cpu, rng, threads = Hardware.detect("cpu"), torch.get_rng_state(), torch.get_num_threads()

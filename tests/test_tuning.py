@@ -1,7 +1,5 @@
 """The tuner on real steps, with a clock that the tests move: what is kept, undone, and in which order."""
 
-import random
-
 import pytest
 import torch
 from doubles import Entry, forward_patcher, register
@@ -170,31 +168,6 @@ def test_what_wins_alone_and_loses_in_company_is_found_out(monkeypatch, time):
     assert "it helps alone, but outer does without it" in inner.reason and inner.gain > 0
     assert model[0].seconds == 1.0
     assert step.report.tuning.final_ms == pytest.approx(1200)
-
-
-@pytest.mark.parametrize("seconds, kept", [(0.9, True), (1.2, False)])
-def test_in_company_that_helps_what_probably_helps_stays(monkeypatch, time, seconds, kept):
-    """Together they are far faster; what one of them does is lost in the noise of the machine."""
-    register(monkeypatch, much=takes("0", 0.1), little=takes("1", seconds))
-    noise, model = random.Random(0), net(time)
-    model[1].register_forward_hook(lambda *_: time.passes(noise.uniform(0.0, 0.6)))
-    step, _ = tune(model, names=["much", "little"], steps=400)
-    little = step.report["little"]
-    assert not step.tuning and step.report["much"].status == "kept"
-    assert (little.status == "kept") is kept and ("probably" in little.reason) is kept, step.report
-
-
-@pytest.mark.parametrize("seconds, kept", [(0.8, True), (0.95, False)])
-def test_a_change_of_precision_is_judged_in_company(monkeypatch, time, seconds, kept):
-    """Alone it saves less than it must; of what the others leave of a step it saves more."""
-    narrow = takes("0", seconds, exact=False, worth=0.13)
-    register(monkeypatch, narrow=narrow, much=takes("1", 0.2))
-    model = net(time)
-    step, losses = tune(model, names=["narrow", "much"])
-    row = step.report["narrow"]
-    assert (row.status == "kept") is kept and row.before_ms == pytest.approx(1200), step.report
-    assert step.report["much"].status == "kept" and model[1].seconds == 0.2
-    assert losses == plain(net(time), len(losses))
 
 
 @pytest.mark.parametrize("better, expected", [(0.2, 1.2), (0.9, 1.5)])
