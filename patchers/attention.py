@@ -1,11 +1,11 @@
-"""The `attention` patch: attention over short sequences computes in float32 where a CPU would in bf16.
+"""The `attention` patch: on a CPU, short attention in bf16 by whole matrix products.
 
 Candidates are found without names: the innermost modules with at least two matrices to project with.
 In training such a module's own forward runs inside a `TorchFunctionMode` that sees the calls of
-``F.scaled_dot_product_attention``, and makes the short ones in float32. The first of its calls shows
-whether there are any: a module without (an MLP) gets its class back, and so does one whose attention is
-in another dtype, whenever that is seen. One whose sequences were long so far stays, since those of a later
-batch may be short.
+``F.scaled_dot_product_attention``, and makes those that are short or have dropout by
+`autofuse.functional.attention.by_products`. The first of its calls shows whether there are any: a module
+without (an MLP) gets its class back, and so does one whose attention is in another dtype, whenever that is
+seen. One whose sequences were long so far stays, since those of a later batch may be short.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autofuse.functional.attention import in_float32, is_short, obstacle
+from autofuse.functional.attention import by_products, is_faster, obstacle
 from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name, fused_class
 from autofuse.regions import is_plain_context
 
@@ -41,7 +41,7 @@ def find(context: Context) -> Patch | Rejected:
     found = _candidates(context)
     candidates = [(path, module) for path, module in found if not hasattr(module, "_autofuse_original")]
     if not candidates:
-        done = "nothing more to do: short attention computes in float32 already"
+        done = "nothing more to do: short attention is computed by products already"
         return Rejected(done if found else "no module projects with two matrices, as attention does")
     sites = [_site(path, module) for path, module in candidates]
     modules = {site.path: module for site, (_, module) in zip(sites, candidates, strict=True)}
@@ -56,8 +56,8 @@ def find(context: Context) -> Patch | Rejected:
     patch = Patch(
         sites,
         change,
-        reason="short attention computes in float32, whose backward takes less time there than bf16's",
-        idle=lambda: not any(use.short for use in uses.values()),
+        reason="whole matrix products, with scores in float32, instead of block by block",
+        idle=lambda: not any(use.faster for use in uses.values()),
     )
     for path, use in uses.items():
         use.reject = functools.partial(_reject, weakref.ref(patch), path)
@@ -114,7 +114,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _site(path: str, module: nn.Module) -> Site:
-    site = Site(path, class_name(module), "short attention in float32", "torch")
+    site = Site(path, class_name(module), "attention by products", "torch")
     if not path:
         return site.rejected("the model itself keeps its class")
     if isinstance(module, nn.MultiheadAttention):
@@ -135,18 +135,18 @@ class _Use:
 
     reject: Callable[[str], None] = lambda reason: None
     attends: bool = False
-    short: bool = False
+    faster: bool = False
 
 
 _uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
 
 
-class _ShortInFloat32(TorchFunctionMode):
-    """Inside it, short attention computes in float32, and what else there was is noted."""
+class _ByProducts(TorchFunctionMode):
+    """Inside it, attention is computed by products where that is faster, and what there was is noted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attends = self.short = False
+        self.attends = self.faster = False
         self.why_not = NOT_CALLED
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,25 +158,16 @@ class _ShortInFloat32(TorchFunctionMode):
             func = torch.unflatten  # the method calls super(), which Dynamo cannot trace from here
         return func(*args, **(kwargs or {}))
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        why_not = obstacle(query, key, value, dropout_p)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        why_not = obstacle(query, key, value)
         if why_not is not None:
             self.why_not = why_not
         else:
             self.attends = True
-            if is_short(query, key, value, attn_mask):
-                self.short = True
-                return in_float32(query, key, value, attn_mask, is_causal, **options)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            if is_faster(query, key, value, *args, **options):
+                self.faster = True
+                return by_products(query, key, value, *args, **options)
+        return F.scaled_dot_product_attention(query, key, value, *args, **options)
 
 
 def _swapped(cls: type[nn.Module]) -> type[nn.Module]:
@@ -186,17 +177,17 @@ def _swapped(cls: type[nn.Module]) -> type[nn.Module]:
         if not self.training or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # nothing is learned while it is traced
-            with _ShortInFloat32():
+            with _ByProducts():
                 return original(self, *args, **kwargs)
         if not is_plain_context():
             return original(self, *args, **kwargs)
-        with _ShortInFloat32() as seen:
+        with _ByProducts() as seen:
             out = original(self, *args, **kwargs)
         use = _uses.setdefault(self, _Use())  # a copy of a changed module has none
-        use.attends, use.short = use.attends or seen.attends, use.short or seen.short
+        use.attends, use.faster = use.attends or seen.attends, use.faster or seen.faster
         if not use.attends or (not seen.attends and seen.why_not != NOT_CALLED):
             use.reject(seen.why_not)  # even after it has attended: the step computes in float32 by now
             self.__class__ = cls
         return out
 
-    return fused_class(cls, "short attention", forward, live=None)
+    return fused_class(cls, "attention by products", forward, live=None)

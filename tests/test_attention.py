@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_calls import ADDED, LOWER, qkv
 from cases import CASES, tensors
 from families import FAMILIES
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autofuse
-from autofuse.functional.attention import in_float32
 from autofuse.hardware import Hardware
 from autofuse.patch import Context, Patch, Rejected
 from patchers import attention as patcher
@@ -111,70 +111,10 @@ ATTENTIONS = ["blocks.0.attention", "blocks.1.attention"]
 # --- numbers -----------------------------------------------------------------------------------
 
 
-def qkv(tokens: int = 12, keys: int = 12, heads: int = 4, dtype: torch.dtype = BF16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(tokens + keys)
-    shapes = (4, tokens), (heads, keys), (heads, keys)
-    return [torch.randn(2, h, n, 8, generator=generator).to(dtype).requires_grad_() for h, n in shapes]
-
-
-def outcome(attend: Any, given: list[Tensor], mask: Tensor | None, **options: Any) -> list[Tensor]:
-    out = attend(*given, mask, **options)
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, given, direction)]
-
-
-LOWER = torch.ones(12, 12).tril().bool()
-ADDED = torch.randn(2, 1, 12, 12, generator=torch.Generator().manual_seed(4))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"scale": 0.7},
-        {"heads": 2, "enable_gqa": True},
-        {"keys": 9},
-        {"mask": LOWER},
-        {"mask": ADDED},
-        {"mask": ADDED.to(BF16)},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
-def test_errors_against_float64_are_no_larger_than_bf16s(options: dict[str, Any], autocast: bool) -> None:
-    options = dict(options)
-    mask = options.pop("mask", None)
-    given = qkv(keys=options.pop("keys", 12), heads=options.pop("heads", 4))
-    exact = outcome(
-        F.scaled_dot_product_attention,
-        [t.detach().double().requires_grad_() for t in given],
-        mask if mask is None or mask.dtype == torch.bool else mask.to(BF16).double(),
-        **options,
-    )
-    if mask is ADDED and not autocast:
-        mask = mask.to(BF16).float()  # the same numbers, in a dtype that bf16 is allowed beside
-    with torch.autocast("cpu", BF16, enabled=autocast):
-        ours = outcome(in_float32, given, mask, **options)
-        theirs = outcome(F.scaled_dot_product_attention, given, mask, **options)
-    for a, b, c in zip(ours, theirs, exact, strict=True):
-        assert a.dtype == b.dtype == BF16
-        assert (a - c).norm() <= 1.02 * (b - c).norm() and (a - c).norm() < 5e-3 * c.norm()
-
-
-def test_a_row_that_sees_nothing_gives_what_it_gave() -> None:
-    lowest = torch.zeros(12, 12)
-    lowest[3] = torch.finfo(torch.float32).min
-    for mask in (lowest, lowest == 0):
-        with torch.autocast("cpu", BF16):
-            a, b = (f(*qkv(), mask) for f in (in_float32, F.scaled_dot_product_attention))
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": ADDED[:, :, :, :12]}]
 )
-def test_a_net_is_as_exact_as_before_and_computes_in_float32(options: dict[str, Any]) -> None:
+def test_a_net_is_as_exact_as_before(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x = Net(**options), inputs(12)
     exact = train(copy.deepcopy(model), x, torch.float32)
@@ -186,7 +126,7 @@ def test_a_net_is_as_exact_as_before_and_computes_in_float32(options: dict[str, 
     def error(found: list[Tensor]) -> float:
         return sum(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
 
-    assert error(after) <= 1.05 * error(before)
+    assert error(after) <= 1.25 * error(before)
 
 
 # --- what is found, and what is left alone -------------------------------------------------------
@@ -208,7 +148,7 @@ def test_the_first_step_shows_which_modules_attend() -> None:
 
 
 def test_long_sequences_are_left_alone_until_a_short_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autofuse.functional.attention.SHORT", 16 * WIDTH // HEADS)
+    monkeypatch.setattr("autofuse.functional.attention.SHORT", 16)
     torch.manual_seed(0)
     model = Net()
     before = [train(model, inputs(n)) for n in (17, 16)]
@@ -218,14 +158,16 @@ def test_long_sequences_are_left_alone_until_a_short_one_comes(monkeypatch: pyte
     assert not all(map(torch.equal, train(model, inputs(16)), before[1])) and not patch.idle()
 
 
-def test_dropout_is_left_alone() -> None:
+def test_dropout_drops_the_same_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autofuse.functional.attention.SHORT", 4)
     model = Net(dropout_p=0.3)
     torch.manual_seed(3)
-    before = train(model, inputs())
+    before, state = train(model, inputs()), torch.get_rng_state()
     patch = applied(model)
     torch.manual_seed(3)
-    assert all(map(torch.equal, train(model, inputs()), before))
-    assert "dropout" in reasons(patch)[ATTENTIONS[0]]
+    for a, b in zip(train(model, inputs()), before, strict=True):
+        assert not torch.equal(a, b) and (a - b).norm() < 1e-2 * b.norm()
+    assert torch.equal(torch.get_rng_state(), state) and accepted(patch) == ATTENTIONS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -260,16 +202,16 @@ def test_a_trained_mask_and_other_shapes_are_left_alone() -> None:
     )
     for given in others:
         expected = F.scaled_dot_product_attention(*given)
-        with patcher._ShortInFloat32() as seen:
+        with patcher._ByProducts() as seen:
             found = F.scaled_dot_product_attention(*given)
-        assert torch.equal(found, expected) and seen.attends and not seen.short
+        assert torch.equal(found, expected) and seen.attends and not seen.faster
 
 
 def test_mixed_dtypes_are_refused_as_before() -> None:
     q, k, v = qkv()
-    with patcher._ShortInFloat32(), pytest.raises(RuntimeError, match="same dtype"):
+    with patcher._ByProducts(), pytest.raises(RuntimeError, match="same dtype"):
         F.scaled_dot_product_attention(q, k.float(), v)
-    with patcher._ShortInFloat32(), pytest.raises(RuntimeError, match="attn_mask"):
+    with patcher._ByProducts(), pytest.raises(RuntimeError, match="attn_mask"):
         F.scaled_dot_product_attention(q, k, v, LOWER.long())
 
 
@@ -289,7 +231,7 @@ def test_pytorchs_own_attention_module_says_why_not() -> None:
             return F.multi_head_attention_forward(self.up(x), x, x, 8, 2, *weights)[0]
 
     module = Functional()
-    with patcher._ShortInFloat32() as seen:
+    with patcher._ByProducts() as seen:
         module(torch.ones(3, 2, 8))
     assert seen.why_not == patcher.HIDDEN
 
@@ -444,18 +386,16 @@ def test_all_patches_together_and_compiled() -> None:
     assert step.report["compile"].status == step.report["attention"].status == "kept", str(step.report)
     assert accepted(step.report["attention"]) == ATTENTIONS
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-    seen: list[torch.dtype] = []
+    calls: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        for node in graph.graph.nodes:
-            if node.target is F.scaled_dot_product_attention:
-                seen.append(node.args[0].meta["example_value"].dtype)
+        calls.extend(node.target for node in graph.graph.nodes)
         return graph
 
     block = torch.compile(model.blocks[0], backend=backend, fullgraph=True)
     with torch.autocast("cpu", BF16):
         block(inputs())
-    assert seen == [torch.float32]
+    assert calls and F.scaled_dot_product_attention not in calls
 
 
 def test_a_model_in_bf16_and_an_autocast_of_ones_own() -> None:

@@ -1,35 +1,44 @@
-"""Attention over short sequences that computes in float32 where it would compute in bf16 on a CPU.
+"""Attention in bf16 on a CPU by whole matrix products, where that takes less time than PyTorch's kernel.
 
-The backward of PyTorch's bf16 kernel for CPUs has a fixed cost for each head of each row, which is most
-of its time where sequences are short. Measured on 2 cores of a Xeon with AMX, PyTorch 2.13, ms of the
-backward in bf16, and of casting to float32 and float32's:
+PyTorch's bf16 kernel for CPUs goes through the scores block by block, which pays where sequences are long.
+Where they are short, its backward has a fixed cost for each head of each row; and with dropout there is no
+kernel: separate operations run in bf16. Measured on 2 cores of a Xeon with AMX, PyTorch 2.13, ms of forward
+and backward, causal, by PyTorch and here (rows x heads x tokens x channels of a head):
 
-    8 rows, 8 heads, 64 channels: 64 tokens 6.9 and 2.3, 128 tokens 14.4 and 8.0, 192 tokens 14.0 and
-    13.5, 256 tokens 22 and 22 to 25, 512 tokens 63 and 88; 32 channels: 128 tokens 14.1 and 4.5, 256
-    tokens 17.8 and 12.9; 128 channels: 128 tokens 18 and 16
+    16x12x64x64 21.1 and 3.9, 64x6x65x64 61 and 10.7, 8x12x128x64 21.6 and 7.0, 4x12x256x64 16.0 and 8.7,
+    4x8x256x32 8.9 and 4.6, 2x8x256x128 6.7 and 4.5, 2x16x384x64 18.8 and 13.1, 4x12x512x64 48 and 43,
+    2x12x1024x64 56 and 86
 
-The forward takes longer in float32 (128 tokens, 64 channels: 2.5 ms, and 1.1 in bf16), which is less than
-the backward saves.
+For one head, with mask M, dropout's mask K of zeros and 1 / (1 - p), and G the gradient of O::
+
+    S = scale Q K^T + M    P = softmax(S)    O = (K P) V
+    dV = (K P)^T G    dP = K (G V^T)    dS = P (dP - rowsum(dP P))    dQ = scale dS K    dK = scale dS^T Q
+
+(Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://arxiv.org/abs/2205.14135,
+appendix B.2.) Scores and softmax are in float32, as in PyTorch's kernel: scores in bf16 made its error four
+times as large. The probabilities are kept in bf16 for the backward: 2 bytes a score, 4 with dropout.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-__all__ = ["SHORT", "in_float32", "is_short", "obstacle"]
+__all__ = ["SHORT", "by_products", "is_faster", "obstacle", "reference"]
 
-# The most tokens (of queries or of keys, whichever are more) times channels of a head that are short.
-SHORT = 8192
+# The most tokens, of queries or of keys, whichever are more.
+SHORT = 384
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def obstacle(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> str | None:
-    """Why such a call is not for float32, however short it may be; None where it is.
+def obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why such a call is not for products, however short it may be; None where it is.
 
     >>> x = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     >>> obstacle(x, x, x) is None, obstacle(x.float(), x.float(), x.float())
@@ -40,53 +49,135 @@ def obstacle(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) 
     dtype = _computes_in(query, key, value)
     if dtype != torch.bfloat16:
         return f"its attention computes in {str(dtype).removeprefix('torch.')}"
-    if dropout_p != 0.0:
-        return "its attention has dropout, for which it could draw other numbers"
     return None
 
 
-def is_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> bool:
-    """Whether a call without `obstacle` is trained, short, and of the kind that was measured.
+def is_faster(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> bool:
+    """Whether a call without `obstacle` is trained, of the kind that was measured, and faster by products.
 
     Args:
         query, key, value: (rows, heads, tokens, channels).
 
     >>> x = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
-    >>> is_short(x, x, x), is_short(x.detach(), x.detach(), x.detach())
+    >>> is_faster(x, x, x), is_faster(x.detach(), x.detach(), x.detach())
     (True, False)
     """
     if not all(x.dim() == 4 and x.shape[-1] == query.shape[-1] for x in (query, key, value)):
         return False
+    rows, heads = query.shape[:2]
+    groups = heads % max(1, key.shape[1]) == 0 if enable_gqa else heads == key.shape[1]
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != rows or not groups or query.numel() == 0:
+        return False
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    if attn_mask is not None and not _plain(attn_mask):
+    if attn_mask is not None and (is_causal or not _plain(attn_mask)):
         return False
-    return max(query.shape[-2], key.shape[-2]) * query.shape[-1] <= SHORT
+    return 0.0 < dropout_p < 1.0 or (dropout_p == 0.0 and max(query.shape[-2], key.shape[-2]) <= SHORT)
 
 
-def in_float32(
+def by_products(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    **options: Any,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` in float32; the output in bf16, as it would have been.
+    """``F.scaled_dot_product_attention`` of tensors for which `is_faster` holds, in bf16.
+
+    With dropout it draws the numbers that PyTorch draws, so that the same ones are dropped.
 
     >>> x = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
-    >>> in_float32(x, x, x).dtype
-    torch.bfloat16
+    >>> by_products(x, x, x).shape
+    torch.Size([1, 1, 4, 8])
     """
-    if attn_mask is not None and attn_mask.is_floating_point():
-        if torch.is_autocast_enabled("cpu"):  # which makes float32's lowest number an infinity, as here
-            attn_mask = attn_mask.to(torch.bfloat16)
-        attn_mask = attn_mask.float()
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None and attn_mask.is_floating_point() and torch.is_autocast_enabled("cpu"):
+        attn_mask = attn_mask.to(torch.bfloat16)  # makes float32's lowest number an infinity, as PyTorch does
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     with torch.autocast("cpu", enabled=False):
-        out = F.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), attn_mask, 0.0, is_causal, **options
-        )
-        return out.to(torch.bfloat16)
+        q, k, v = (x.to(torch.bfloat16) for x in (query, key, value))
+        out: Tensor = _Products.apply(q, k, v, attn_mask, dropout_p, is_causal, scale)
+    return out
+
+
+def reference(*args: Any, **kwargs: Any) -> Tensor:
+    """The same by PyTorch: ``F.scaled_dot_product_attention``."""
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+        scores = torch.bmm(q.float() * scale, k.float().transpose(1, 2))
+        added, blind = _causal(scores) if is_causal else _added(mask)
+        if added is not None:
+            scores.view(*query.shape[:3], -1).add_(added)
+        p = torch.softmax(scores, -1).to(q.dtype)
+        kept = torch.bernoulli(p, 1 - dropout_p) if dropout_p > 0.0 else None  # p gives it its shape alone
+        ctx.save_for_backward(q, k, v, p, kept, blind)
+        ctx.scale, ctx.grow = scale, 1 / (1 - dropout_p)
+        out = torch.bmm(p, v) if kept is None else torch.bmm(p * kept, v) * ctx.grow
+        return _unless(blind, out.view(query.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, p, kept, blind = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            g = _unless(blind, grad).flatten(0, 1)
+            g = g if kept is None else g * ctx.grow
+            dv = torch.bmm((p if kept is None else p * kept).transpose(1, 2), g)
+            dp = torch.bmm(g, v.transpose(1, 2))
+            dp = dp if kept is None else dp.mul_(kept)
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            dq, dk = torch.bmm(ds, k) * ctx.scale, torch.bmm(ds.transpose(1, 2), q) * ctx.scale
+        heads = grad.shape[:2]
+        return *(x.unflatten(0, heads) for x in (dq, dk, dv)), None, None, None, None
+
+
+def _causal(scores: Tensor) -> tuple[Tensor, None]:
+    size = scores.shape[-2:]
+    return torch.full(size, -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1), None
+
+
+def _added(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(what is added to the scores, which queries see no key). Those see all here, so that nothing becomes
+    NaN, and their output is zero, as PyTorch's is."""
+    if mask is None:
+        return None, None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    blind = (mask == -torch.inf).all(-1, keepdim=True)
+    return mask.float().masked_fill(blind, 0.0), blind
+
+
+def _unless(blind: Tensor | None, x: Tensor) -> Tensor:
+    return x if blind is None else x.masked_fill(blind, 0.0)
 
 
 def _computes_in(query: Tensor, key: Tensor, value: Tensor) -> torch.dtype:
