@@ -69,8 +69,9 @@ class Prover:
         reason, alone = None, len(new) == len(exact)
         if new:
             reference, reason = self._repeat(reference, again=False)
-        if alone and self._prove_together([p for p in new if p.pays is None and not p.encloses], reference):
-            new = [patch for patch in new if not patch.applied]
+        company = [patch for patch in new if patch.pays is None and not patch.encloses]
+        if alone and self._prove_together(company, reference):
+            new = [patch for patch in new if patch not in company]
         elif alone and new:
             reference, reason = self._repeat(reference, again=True)
         for patch in exact:
@@ -83,25 +84,43 @@ class Prover:
                 self._prove_forms(patch, reference)
 
     def _prove_together(self, patches: Sequence[Patch], reference: Outcome) -> bool:
-        """All at once, which takes a single run; False where that is too few or they fail, so that each
-        is to be proved by itself."""
+        """All at once, which takes a single run, or a second one with the other forms of those that have
+        one; False where that is too few or they fail, so that each is to be proved by itself."""
         if len(patches) < 2:
             return False
+        reason = self._objection(patches, reference)
+        if reason is None:
+            return True
+        forms = {patch: patch.fallback() for patch in patches if patch.fallback is not None}
+        others = {patch: form for patch, form in forms.items() if isinstance(form, Patch) and form.accepted}
+        for patch, other in others.items():
+            other.name = patch.name
+        if not others or self._objection([others.get(p, p) for p in patches], reference) is not None:
+            return False
+        for patch, other in others.items():
+            self._replace(patch, other)
+            other.reason += f" (in another form: together with all others {reason})"
+        return True
+
+    def _objection(self, patches: Sequence[Patch], reference: Outcome) -> str | None:
+        """None if all of them together give the same result, else why not; then they are undone."""
         try:
             for patch in patches:
                 self._apply(patch)
             outcome = self._outcome(reference)
             error = compare(reference, outcome)
             within = error.within(self._own, self._precision())
-        except Exception:  # whose fault it is, the proof of each will say
-            within = False
-        if not self._agreement.all(within):
+            reason = None if within else f"it changes the result: {error}"
+        except Exception as exception:  # whose fault it is, the proof of each will say
+            reason = f"it failed on the first batch: {first_line(exception)}"
+        reason = self._agreement.objection(reason)
+        if reason is not None:
             for patch in reversed(patches):
                 patch.undo()
-            return False
+            return reason
         self.errors |= {patch.name: error.largest for patch in patches}
         self._seconds = outcome.seconds
-        return True
+        return None
 
     def _repeat(self, reference: Outcome, *, again: bool) -> tuple[Outcome, str | None]:
         """What the exact patches are held against, and why nothing can be: a step that differs from

@@ -131,3 +131,47 @@ def test_a_wider_output_is_not_rounded_on_the_way():
             wide = kernel(x, [SIZE], scale, 1e-6, 0.0, torch.float32)
             expected = F.rms_norm(x.float(), (SIZE,), scale.float(), 1e-6)
             torch.testing.assert_close(wide, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_with_others_the_second_form_is_proved_in_one_run_more(monkeypatch):
+    runs = []
+    monkeypatch.setattr("autofuse.proving.evaluate", lambda *args: runs.append(1) or evaluate(*args))
+    model, ids = bert(), torch.randint(100, (4, 24))
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = ["precision", "norms", "attention"]
+    step = autofuse.optimize(model, optimizer, precision="bf16", compile=False, measure=False, only=kept)
+    step({"input_ids": ids, "labels": ids})
+    assert len(runs) == 4  # as it was, in bf16, with all first forms, with all second forms
+    row = step.report["norms"]
+    assert [step.report[name].status for name in kept] == ["kept"] * 3 and row.error is not None
+    assert "in another form: together with all others it changes the result" in row.reason
+    assert {site.operation for site in row.accepted} == {"layer_norm (output as wide as before)"}
+    assert (
+        step.report["attention"].error == row.error and "another form" not in step.report["attention"].reason
+    )
+    step.undo()
+    assert {type(model.get_submodule(site.path)) for site in row.sites} == {torch.nn.LayerNorm}
+
+
+def test_where_the_second_forms_fail_too_each_patch_is_proved_by_itself(monkeypatch):
+    model, ids = bert(), torch.randint(100, (4, 24))
+    step = autofuse.optimize(
+        model, None, precision="bf16", compile=False, measure=False, only=["precision", "norms", "attention"]
+    )
+    patch = step.plan.patches["attention"]
+    change = patch._change
+
+    def wrong(transaction, sites):
+        change(transaction, sites)
+        head = model.cls.predictions.decoder
+        transaction.set_attribute(head, "forward", lambda x: 2 * torch.nn.Linear.forward(head, x))
+
+    monkeypatch.setattr(patch, "_change", wrong)
+    step({"input_ids": ids, "labels": ids})
+    assert [step.report[n].status for n in ("precision", "norms", "attention")] == [
+        "kept",
+        "kept",
+        "rejected",
+    ]
+    assert "changes the result" in step.report["attention"].reason
+    assert "(in another form: it changes the result" in step.report["norms"].reason
