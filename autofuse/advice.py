@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from autofuse.costs import BETWEEN, COMPILED, OPTIMIZER, OTHERS, PRODUCTS
+from autofuse.costs import BETWEEN, COMMUNICATION, COMPILED, OPTIMIZER, OTHERS, PRODUCTS
 
 if TYPE_CHECKING:
     from autofuse.profile import Profile
@@ -28,6 +28,10 @@ def advice_on(group: str, profile: Profile) -> str:
         PRODUCTS: _on_products,
         OPTIMIZER: _on_optimizer,
         COMPILED: _on_compiled,
+        COMMUNICATION: lambda _: (
+            "weights and gradients on their way between the processes; a larger batch gives each of them "
+            "more to do between two exchanges"
+        ),
         OTHERS: _on_others,
         BETWEEN: _on_between,
     }[group](profile)

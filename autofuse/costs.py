@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["GROUPS", "OUTSIDE", "Cost", "Costs", "NvtxRecorder", "Recorder"]
 
 PRODUCTS, OPTIMIZER, COMPILED = "matrix products", "the optimizer", "compiled regions"
-OTHERS, BETWEEN = "other operations", "between operations"
-GROUPS = (PRODUCTS, OPTIMIZER, COMPILED, OTHERS, BETWEEN)
+COMMUNICATION, OTHERS, BETWEEN = "communication", "other operations", "between operations"
+GROUPS = (PRODUCTS, OPTIMIZER, COMPILED, COMMUNICATION, OTHERS, BETWEEN)
 OUTSIDE = "(outside the model)"
 ITSELF = "(the model itself)"
 
@@ -40,6 +40,9 @@ _PLACE = "_compiled_call_impl"
 _MODULE, _STEP = "autofuse.module:", "autofuse.step"
 _PRODUCT = re.compile(r"(::|_)(addmm|mm|bmm|baddbmm|linear|conv\w*|attention)(_|$)")
 _GRAPH = re.compile(r"## Call CompiledFxGraph \w+ ##")
+_COMMUNICATION = re.compile(
+    r"^(_?c10d\w*|FSDP)::|^FullyShardedDataParallel\._|^nccl|^gloo:|^record_param_comms$"
+)
 _COMPILED = re.compile(r"Compiled|^triton_|^graph_\d")
 
 
@@ -342,6 +345,8 @@ class _Attribution:
         elif name != _STEP:
             if name.startswith("Optimizer."):
                 owner, group = OPTIMIZER, OPTIMIZER
+            elif _COMMUNICATION.search(name):  # with the copies into and out of its buffers
+                group = group or COMMUNICATION
             self._count(event, owner, group or _group(name), backward)
         for child in event.cpu_children:
             self._add(child, owner, group, backward=backward)

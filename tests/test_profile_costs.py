@@ -24,7 +24,7 @@ from watched import (
 )
 
 from autofuse.clock import Sample
-from autofuse.costs import BETWEEN, OPTIMIZER, OTHERS, PRODUCTS, Cost, _Attribution
+from autofuse.costs import BETWEEN, COMMUNICATION, OPTIMIZER, OTHERS, PRODUCTS, Cost, _Attribution
 from autofuse.profile import Profile
 
 # --- time ----------------------------------------------------------------------------------------
@@ -171,6 +171,20 @@ def test_on_a_gpu_the_kernels_count_and_the_backwards_thread_finds_its_module() 
     assert (adamw.name, adamw.ms) == (OPTIMIZER, 0.01)
     shares = {name: round(share, 9) for name, share in costs.groups.items() if share}
     assert shares == {PRODUCTS: 0.5, OPTIMIZER: 0.1, BETWEEN: 0.4}
+
+
+def test_what_processes_exchange_counts_with_its_copies() -> None:
+    step = device_event("autofuse.step", 0, 100, range=True)
+    gather = device_event("FSDP::all_gather (layers.0)", 1, 20, step, range=True)
+    device_event("aten::copy_", 2, 10, gather, kernels=[10])
+    device_event("c10d::allreduce_", 21, 30, step, kernels=[20])
+    device_event("nccl:all_reduce", 31, 40, step, kernels=[5])
+    optimizer = device_event("Optimizer.step#AdamW.step", 50, 60, step, range=True)
+    device_event("_c10d_functional::all_reduce", 51, 59, optimizer, kernels=[15])
+    costs = _Attribution([step], on_device=True).costs(1)
+    shares = {name: round(share, 9) for name, share in costs.groups.items() if share}
+    assert shares == {COMMUNICATION: 0.35, OPTIMIZER: 0.15, BETWEEN: 0.5}
+    assert "between the processes" in str(Profile(steps=1, groups={COMMUNICATION: 1.0}))
 
 
 def test_a_trace_of_the_profiled_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tuning under DDP: rank 0's clock decides, any rank can object, and all do the same at the same step."""
+"""Tuning by several ranks: the first one's clock decides, any can object; all do the same at the same step."""
 
 import os
 import types
@@ -47,7 +47,19 @@ def test_a_loss_that_is_nan_on_one_rank_reaches_no_weights():
         assert torch.equal(a, b) and bool(a.isfinite().all())
 
 
-def in_process(rank, world, port, results):
+def wrapped(kind, model, world):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model), "module."
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), ""
+
+
+def in_process(rank, world, port, kind, results):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
@@ -56,12 +68,11 @@ def in_process(rank, world, port, results):
         monkeypatch.setattr(autofuse.clock, "time", types.SimpleNamespace(perf_counter=time.perf_counter))
         # What saves time on rank 0 costs time on rank 1, and the other way round.
         good, slow = ((0.4, 1.6), (1.6, 0.4))[rank]
-        wrong = forward_patcher("module.2", lambda forward: lambda x: forward(x) * (1 + 0.01 * rank))
-        register(
-            monkeypatch, good=takes("module.0", good), slow=takes("module.1", slow), wrong_on_rank_1=wrong
-        )
         torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(Slow(time), Slow(time), nn.Linear(8, 1)))
+        inner = nn.Sequential(Slow(time), Slow(time), nn.Linear(8, 1))
+        model, at = wrapped(kind, inner, world)
+        wrong = forward_patcher(f"{at}2", lambda forward: lambda x: forward(x) * (1 + 0.01 * rank))
+        register(monkeypatch, good=takes(f"{at}0", good), slow=takes(f"{at}1", slow), wrong_on_rank_1=wrong)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         names = ["good", "slow", "wrong_on_rank_1"]
         step = autofuse.optimize(
@@ -70,21 +81,21 @@ def in_process(rank, world, port, results):
         seen = []
         for number in range(STEPS):
             step(*batch(10 * number + rank))
-            inner = model.module
             seen.append((inner[0].seconds != 1.0, inner[1].seconds != 1.0, "forward" in vars(inner[2])))
-        assert not step.tuning
+        assert not step.tuning, str(step.report)
         results[rank] = {
             "seen": seen,
             "status": {name: (step.report[name].status, step.report[name].reason) for name in names},
-            "weights": [p.detach().clone() for p in model.parameters()],
+            "weights": [getattr(p, "full_tensor", p.clone)().detach() for p in model.parameters()],
         }
     torch.distributed.destroy_process_group()
 
 
-def test_all_ranks_do_the_same_at_the_same_step():
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_all_ranks_do_the_same_at_the_same_step(kind):
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(in_process, (2, free_port(), results), nprocs=2)
+        mp.spawn(in_process, (2, free_port(), kind, results), nprocs=2)
         first, second = results[0], results[1]
     assert first["seen"] == second["seen"]
     assert any(good for good, _, _ in first["seen"]) and any(slow for _, slow, _ in first["seen"])
