@@ -1,4 +1,4 @@
-"""Tuning by several ranks: the first one's clock decides, any can object; all do the same at the same step."""
+"""Tuning by several ranks: the first one's clock decides, any can object; all do the same in each step."""
 
 import os
 import types
