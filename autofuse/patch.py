@@ -41,6 +41,12 @@ _MISSING = object()
 # Modules whose recognition no longer holds: a patch that is applied again leaves them alone.
 given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+# Settings of the process that are held: (object, name) -> (value before, how many hold it).
+_held: dict[tuple[int, str], tuple[Any, int]] = {}
+
+# Optimizer steps to come, where nobody says how many.
+ASSUMED_STEPS = 1000
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -123,6 +129,35 @@ class Transaction:
             self.on_undo(lambda: mapping.pop(key, None))
         else:
             self.on_undo(lambda: mapping.__setitem__(key, before))
+
+    def hold(self, obj: Any, name: str, value: Any) -> None:
+        """Set an attribute that the whole process reads, for as long as anybody holds it at that value:
+        several models may, and be undone in any order.
+
+        >>> class Settings: exact = True
+        >>> one, other = Transaction(), Transaction()
+        >>> for transaction in (one, other):
+        ...     transaction.hold(Settings, "exact", False)
+        >>> one.rollback()
+        >>> Settings.exact
+        False
+        >>> other.rollback()
+        >>> Settings.exact
+        True
+        """
+        key = id(obj), name
+        before, holders = _held.get(key, (getattr(obj, name), 0))
+        _held[key] = before, holders + 1
+        setattr(obj, name, value)
+
+        def release() -> None:
+            before, holders = _held.pop(key)
+            if holders > 1:
+                _held[key] = before, holders - 1
+            else:
+                setattr(obj, name, before)
+
+        self.on_undo(release)
 
     def set_class(self, obj: Any, cls: type) -> None:
         if isinstance(obj, nn.Module) and obj in given_up:

@@ -102,12 +102,11 @@ class Patches:
             patch.reject(f"it could not be applied: {first_line(error)}")
 
     def apply_all(self, patches: Sequence[Patch]) -> None:
-        """In their order; those that are applied are taken back first, so that the order holds."""
+        """In their order; those in the forward that are applied are taken back first, so that it holds."""
         chosen = [patch for patch in self if patch in patches and patch.accepted]
         if all(patch.applied for patch in chosen):
             return
-        for patch in reversed(chosen):
-            patch.undo()
+        self.undo_all([patch for patch in chosen if patch.in_forward])
         for patch in chosen:
             self.apply_or_reject(patch)
 

@@ -14,12 +14,18 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from autofuse.patch import Context, Patch, Rejected, Site
+from autofuse.regions import is_fsdp
 from autofuse.registry import find_patches
 from autofuse.tables import content, render, to_html
 
 __all__ = ["Plan", "Row", "as_saved", "make_plan", "row_named"]
 
 VERSION = 1  # of what is saved
+# Gradients are handed over by FSDP's hooks in a real backward, which a proof could not take back.
+NOT_UNDER_FSDP = (
+    "what acts in the forward cannot be proved under FSDP, whose own hooks take the gradients "
+    "(for lower precision it has a MixedPrecisionPolicy)"
+)
 
 
 @dataclass
@@ -179,7 +185,7 @@ def make_plan(
             return "not in the plan that was given"
         return None
 
-    rows, patches = [], {}
+    rows, patches, sharded = [], {}, is_fsdp(context.model)
     for name, answer in find_patches(context, wanted):
         if isinstance(answer, str):
             rows.append(Row(name, "skipped", answer))
@@ -188,6 +194,8 @@ def make_plan(
         else:
             if allowed is not None:
                 answer = as_saved(answer, allowed[name])
+            if sharded and answer.in_forward and answer.accepted:
+                answer.reject(NOT_UNDER_FSDP)
             rows.append(row_of(answer, "planned"))
             patches[name] = answer
     model = type(context.model).__name__

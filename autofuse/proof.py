@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autofuse.probe import random_state
-from autofuse.regions import sharded_reason
 
 __all__ = ["Error", "Outcome", "Unprovable", "compare", "evaluate", "no_trace", "runs", "widened"]
 
@@ -135,20 +134,15 @@ def evaluate(
     """The loss and the gradients of one step, leaving no trace.
 
     Gradients are taken with ``torch.autograd.grad``, which fills no ``.grad`` and calls no hook of
-    an optimizer that steps inside the backward, nor of DDP. Under FSDP the backward itself is run, whose
-    hooks hand them to the parameters: of each gradient the process then has its own shard.
+    an optimizer that steps inside the backward, nor of DDP.
     """
     runs.evaluations += 1
     local = getattr(model, "no_sync", nullcontext)  # DDP must not wait for gradients that never come
     with no_trace(model, *others) as moved, local():
         start = time.perf_counter()
         loss = loss_of()
-        gradients: Sequence[Tensor | None]
         try:
-            if sharded_reason(model) is None:
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            else:
-                gradients = [g if g is None else _own(g) for g in _by_backward(loss, parameters)]
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
@@ -162,7 +156,7 @@ def evaluate(
 
 def _by_backward(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-        raise Unprovable("sharded, or checkpointed by reentry, beside hooks that act in the backward")
+        raise Unprovable("reentrant checkpointing together with hooks that act in the backward")
     before = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -172,12 +166,6 @@ def _by_backward(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | No
     finally:
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
-
-
-def _own(gradient: Tensor) -> Tensor:
-    """What of it lies in this process."""
-    local = getattr(gradient, "to_local", None)  # of a DTensor
-    return gradient if local is None else local()
 
 
 def _synchronize(loss: Tensor) -> None:

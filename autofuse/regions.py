@@ -25,6 +25,7 @@ __all__ = [
     "find_kinds",
     "find_stacks",
     "hook_reason",
+    "is_fsdp",
     "is_plain_context",
     "sharded_reason",
     "signature",
@@ -197,11 +198,17 @@ def hook_reason(region: nn.Module) -> str | None:
     return None
 
 
+def is_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP, of either version, shards any of it."""
+    kinds = {type(module) for module in model.modules()}
+    names = {cls.__name__ for kind in kinds for cls in kind.__mro__}
+    return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
+
+
 def sharded_reason(region: nn.Module) -> str | None:
     """Whether FSDP manages the region's parameters, which then come and go between calls."""
-    for module in region.modules():
-        if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__):
-            return "sharded by FSDP: its parameters are gathered by hooks, which a compiled region would skip"
+    if is_fsdp(region):
+        return "sharded by FSDP: its parameters are gathered by hooks, which a compiled region would skip"
     if any(type(parameter).__name__ == "DTensor" for parameter in region.parameters()):
         return "sharded parameters (DTensor)"
     return None

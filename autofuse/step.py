@@ -186,8 +186,8 @@ class TrainingStep(Redoing):
         with ExitStack() as hooks, ExitStack() as precision:
             self._enter_autocast(precision)
             if not self._patches.proved or self._loop.accumulate > 1 or self.clock.listened:
-                before = self.model.register_forward_pre_hook(
-                    self._before_forward(precision), with_kwargs=True
+                before = self.model.register_forward_pre_hook(  # before FSDP's, which gathers parameters
+                    self._before_forward(precision), prepend=True, with_kwargs=True
                 )
                 hooks.callback(before.remove)
             if not self._patches.proved or self.tuning:

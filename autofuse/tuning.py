@@ -19,7 +19,7 @@ from torch import Tensor
 from autofuse.clock import Sample, StepClock
 from autofuse.distributed import Agreement
 from autofuse.errors import first_line
-from autofuse.patch import Patch, Rejected
+from autofuse.patch import ASSUMED_STEPS, Patch, Rejected
 from autofuse.patches import Patches
 from autofuse.progress import Progress
 from autofuse.report import Tuning
@@ -42,7 +42,6 @@ BEGINS_WITH = 0, 2  # the first turn of a trial, by the state that it begins wit
 # What tuning may cost beyond the training that it performs, in steps of the loop as it was; compiling,
 # which is weighed against the steps to come, is not counted.
 BUDGET = 40
-ASSUMED_STEPS = 1000  # to come, where nobody says
 
 # Yields the patches that are due for a proof, or None to be sent the next step's sample.
 Steps = Generator[Sequence[Patch] | None, Any, Any]
@@ -133,6 +132,8 @@ class Tuner:
         patches.keep([p for p in self._undecided() if p.name in self._in_company])
         patches.give_up(self._undecided(), reason)
         patches.apply_all([p for p in patches if p.name in patches.kept])
+        if (known := self._of_kept()) is not None:
+            self._sum_up(known)
         self.tuning.notes.append(f"Tuning was stopped: {reason}.")
         self._finish()
 
@@ -153,6 +154,7 @@ class Tuner:
     def _tune(self) -> Steps:
         patches = self._patches
         cheap = [p for p in patches if p.accepted and p.pays is None and not p.encloses]
+        patches.apply_all([p for p in cheap if p.lasting and not p.in_forward])  # for the proof's runs too
         yield cheap
         if not self._undecided():
             return
@@ -220,7 +222,7 @@ class Tuner:
             return
         if trial.measured:
             self._patches.record(patch, trial)
-        self._trials[patch.name] = trial
+            self._trials[patch.name] = trial
         self.tuning.order.append(patch.name)
         self._settle(trial, states, helps or patch.forced)
         if helps or patch.forced:
@@ -233,12 +235,8 @@ class Tuner:
 
         The loop is then as it was, and what each of them does is to be found out."""
         trial, helps, several = Trial(), False, len(chosen) >= 2
-        states: tuple[State, State] = (
-            lambda: self._patches.undo_all(chosen),
-            lambda: self._patches.apply_all(chosen),
-        )
-        if several:
-            states[1]()
+        states = self._without_and_with(chosen)
+        states[several]()
         yield None  # the first step makes the optimizer's state, and whatever else is made once
         yield from self._settled()
         yield from self._collect(2)
@@ -318,8 +316,9 @@ class Tuner:
             helps = yield from self._try(trial, states, [outer])
             self._settle(trial, states, helps)
             if helps:
-                found = trial.estimate()
-                self._drop(patch, f"it helps alone, but {outer.name} does without it: {found} faster")
+                self._drop(
+                    patch, f"it helps alone, but not in {outer.name}: {trial.estimate()} faster without"
+                )
 
     def _upgrade(self, patch: Patch) -> Steps:
         """Replace a kept patch by its dearer forms, as long as that pays."""
@@ -363,14 +362,11 @@ class Tuner:
         if all(patches.row(p).gain is None for p in kept):
             tuning.final_ms = tuning.baseline_ms
             return
-        if len(kept) == 1 and kept[0].name in self._trials:
-            self._sum_up(self._trials[kept[0].name])
-            return
-        if self._together is not None and self._together[0] == {p.name for p in kept}:
-            self._sum_up(self._together[1])
+        if (known := self._of_kept()) is not None:
+            self._sum_up(known)
             return
         trial = Trial()
-        states = (lambda: patches.undo_all(kept)), (lambda: patches.apply_all(kept))
+        states = self._without_and_with(kept)
         helps = yield from self._try(trial, states, kept, holds=None)
         if not trial.measured:
             patches.apply_all(kept)
@@ -383,6 +379,11 @@ class Tuner:
             tuning.final_ms, tuning.interval = tuning.baseline_ms, None
             for patch in kept:
                 self._drop(patch, f"all that was kept is slower together than the loop as it was: {found}")
+
+    def _of_kept(self) -> Trial | None:
+        """The trial of just what is kept, if there was one."""
+        trials = [*(({name}, trial) for name, trial in self._trials.items()), *filter(None, [self._together])]
+        return next((trial for names, trial in trials if names == self._patches.kept), None)
 
     def _sum_up(self, trial: Trial) -> None:
         tuning, found = self.tuning, trial.estimate()
@@ -481,6 +482,9 @@ class Tuner:
         expected = self._tokens * self._per_token  # by the token: batches may get longer
         return tuning.seconds - self._uncounted - expected > BUDGET * expected / max(tuning.steps, 1)
 
+    def _without_and_with(self, chosen: Sequence[Patch]) -> tuple[State, State]:
+        return (lambda: self._patches.undo_all(chosen)), (lambda: self._patches.apply_all(chosen))
+
     def _applying(self, patch: Patch) -> State:
         return lambda: self._patches.apply_or_reject(patch)
 
@@ -488,13 +492,11 @@ class Tuner:
         return lambda: self._patches.switch(leave, enter)
 
     def _drop(self, patch: Patch, reason: str) -> None:
-        if patch.name in self._patches.kept:
+        if patch.name in self._patches.kept | self._in_company:
             self._trials.clear()  # they were made in its company
         self._patches.give_up([patch], reason)
 
     def _tell(self, trial: Trial, new: Sequence[Patch]) -> None:
         name = new[0].name if len(new) == 1 else "all together"
-        if trial.measured:
-            self._news = f"{name}: {trial.estimate()} faster, {len(trial.samples)} steps"
-        else:
-            self._news = f"{name}: measuring"
+        found = f"{trial.estimate()} faster, {len(trial.samples)} steps" if trial.measured else "measuring"
+        self._news = f"{name}: {found}"

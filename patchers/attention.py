@@ -4,8 +4,8 @@ Candidates are found without names: the innermost modules with at least two matr
 In training such a module's own forward runs inside a `TorchFunctionMode` that sees the calls of
 ``F.scaled_dot_product_attention``, and makes those that are short or have dropout by
 `autofuse.functional.attention.by_products`. The first of its calls shows whether there are any: a module
-without (an MLP) gets its class back, and so does one whose attention is in another dtype, whenever that is
-seen. One whose sequences were long so far stays, since those of a later batch may be short.
+without (an MLP) gets its class back, and so does one whose attention is in another dtype. One whose
+sequences were long so far stays, since those of a later batch may be short.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def _cannot(context: Context) -> str | None:
     """Why there is nothing to gain anywhere in the model, or None."""
     hardware = context.hardware
     if hardware.kind != "cpu":
-        return f"it is CPUs whose bf16 attention is slow on short sequences, and {hardware.name} is not one"
+        return f"it is CPUs whose bf16 attention takes longer than products, and {hardware.name} is not one"
     asked = context.settings.autocast_dtype == torch.bfloat16 or context.precision == "bf16"
     narrow = any(p.dtype == torch.bfloat16 for p in context.model.parameters())
     if asked or narrow or (context.precision == "auto" and hardware.autocast_dtype()[0] == torch.bfloat16):
         return None
-    return "the step does not compute in bf16, whose attention is slow on short sequences"
+    return "the step does not compute in bf16, whose attention takes longer than products"
 
 
 def _reject(patch: weakref.ref[Patch], path: str, reason: str) -> None:
@@ -185,8 +185,8 @@ def _swapped(cls: type[nn.Module]) -> type[nn.Module]:
             out = original(self, *args, **kwargs)
         use = _uses.setdefault(self, _Use())  # a copy of a changed module has none
         use.attends, use.faster = use.attends or seen.attends, use.faster or seen.faster
-        if not use.attends or (not seen.attends and seen.why_not != NOT_CALLED):
-            use.reject(seen.why_not)  # even after it has attended: the step computes in float32 by now
+        if not use.attends:  # one that has stays: a change of precision may be tried, and taken back
+            use.reject(seen.why_not)
             self.__class__ = cls
         return out
 

@@ -18,7 +18,7 @@ import torch._functorch.config
 from torch import nn
 
 from autofuse.compiled import CompiledCall, OwnStorms, SharedCompilation, UntriedISAs, is_compile_error
-from autofuse.patch import Context, Patch, Rejected, Site, Transaction, class_name
+from autofuse.patch import ASSUMED_STEPS, Context, Patch, Rejected, Site, Transaction, class_name
 from autofuse.regions import Kind, Strategy, find_kinds, hook_reason, sharded_reason
 
 order = 90
@@ -38,7 +38,6 @@ _SAVING = 0.2
 # were 0.95 of the regions' (the same GPT-2, fp32, four interleaved steps on a busy machine, whose noise
 # was as large); the model adds the head and the loss, and was not measured.
 _FURTHER_SAVING: dict[Strategy, float] = {"body": 0.05, "model": 0.05}
-_ASSUMED_STEPS = 1000
 
 
 # --- finding -----------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ def _patch(context: Context, kinds: Sequence[Kind], strategy: Strategy) -> Patch
 
     def change(transaction: Transaction, sites: Sequence[Site]) -> None:
         # Else backward(retain_graph=True) fails: AOTAutograd reads this when compiling and in the backward.
-        transaction.set_attribute(torch._functorch.config, "donated_buffer", False)
+        transaction.hold(torch._functorch.config, "donated_buffer", False)
         if context.device.type == "cpu":
             _skip_trials(transaction)
         storms = OwnStorms()
@@ -167,7 +166,7 @@ def _pays(
     >>> print(_pays(1, "regions", 0.2, 20, 0.5).reason)
     would not pay: compiling takes about 20 s, and 20% of 20 steps of 500 ms is 2 s
     """
-    remaining = _ASSUMED_STEPS if steps is None else steps
+    remaining = ASSUMED_STEPS if steps is None else steps
     cost, saved = compilations * _COLD_SECONDS[strategy], share * step_seconds * remaining
     if saved > cost:
         return None

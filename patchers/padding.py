@@ -320,8 +320,8 @@ class _Shrinker:
         with eagerly(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None), torch.enable_grad():
             before = after = float("inf")
             for _ in range(2):
+                after = min(after, self._run(change.after, change)[0].seconds)  # the first is cold
                 before = min(before, self._run(change.before)[0].seconds)
-                after = min(after, self._run(change.after, change)[0].seconds)
                 if after < CLEARLY * before:
                     break
         if after < before:

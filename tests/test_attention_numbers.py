@@ -10,6 +10,7 @@ from attention_calls import ADDED, BF16, LOWER, outcome, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autofuse.functional.attention import by_products, is_faster, reference
 
@@ -92,6 +93,68 @@ def test_any_shape_is_as_pytorchs(
         found.append([*outcome(attend, given, mask, **options), torch.get_rng_state()])
     for a, b in zip(*found, strict=True):
         assert (a.float() - b.float()).norm() <= 0.03 * b.float().norm() + 1e-3
+
+
+@pytest.mark.parametrize("tokens", [12, 100, 450])
+def test_with_dropout_the_error_is_twice_float32s_at_the_most(tokens: int) -> None:
+    given, found = qkv(tokens, tokens), []
+    for attend in (by_products, reference):
+        torch.manual_seed(1)
+        found.append(outcome(attend, given, None, dropout_p=0.25))
+    torch.manual_seed(1)
+    kept = torch.empty(2, 4, tokens, tokens).bernoulli_(0.75).double() / 0.75
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        return (torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) * kept) @ v
+
+    expected = outcome(exact, [t.detach().double().requires_grad_() for t in given], None)
+    ours, theirs = (errors(each, expected) for each in found)
+    assert max(ours) < 6e-3 and sum(ours) <= 2.2 * sum(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_output_is_laid_out_as_by_pytorch(dropout_p: float) -> None:
+    """Whoever calls ``view`` on it relies on that."""
+    flat = torch.randn(2, 16, 3 * 4 * 8).to(BF16).requires_grad_()
+    by_heads = flat.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+    for three in (list(by_heads), [t.detach().contiguous().requires_grad_() for t in by_heads]):
+        ours, theirs = (f(*three, dropout_p=dropout_p) for f in (by_products, reference))
+        assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": ADDED}, {"attn_mask": LOWER}])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_a_backward_through_the_backward(options: dict[str, Any], dropout_p: float) -> None:
+    found = []
+    for attend in (by_products, reference):
+        given = qkv()
+        torch.manual_seed(2)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attend(*given, dropout_p=dropout_p, **options)
+        gradients = torch.autograd.grad(out.float().square().sum(), given, create_graph=True)
+        sum(g.float().square().sum() for g in gradients).backward()
+        found.append([t.grad.float() for t in given])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.03 * b.norm()
+
+
+def test_gradients_of_several_directions_at_once() -> None:
+    given = qkv()
+    out = by_products(*given)
+    directions = torch.randn(3, *out.shape).to(BF16)
+    batched = torch.autograd.grad(out, given, directions, is_grads_batched=True, retain_graph=True)
+    for n, direction in enumerate(directions):
+        for a, b in zip(batched, torch.autograd.grad(out, given, direction, retain_graph=True), strict=True):
+            torch.testing.assert_close(a[n], b, rtol=2e-2, atol=2e-2)
+
+
+def test_where_the_kernel_is_switched_off_and_under_forward_derivatives_nothing_is_replaced() -> None:
+    given = qkv()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not is_faster(*given) and is_faster(*given, dropout_p=0.1)
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_faster(*given) and not is_faster(*given, dropout_p=0.1)
+    assert is_faster(*given) and not is_faster(*given, torch.zeros(12))
 
 
 def test_a_query_that_sees_nothing_gives_what_it_gave() -> None:

@@ -22,6 +22,17 @@ def test_the_graph_can_be_kept_for_a_second_backward() -> None:
     assert torch._functorch.config.donated_buffer == before
 
 
+def test_the_setting_stays_until_the_last_model_is_undone() -> None:
+    before = torch._functorch.config.donated_buffer
+    first, second = found(Net(2)), found(Net(2))
+    for patch in (first, second):
+        patch.apply()
+    first.undo()
+    assert torch._functorch.config.donated_buffer is False
+    second.undo()
+    assert torch._functorch.config.donated_buffer == before
+
+
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()

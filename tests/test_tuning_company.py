@@ -88,3 +88,38 @@ def test_a_change_of_precision_is_judged_in_company(monkeypatch, time, seconds, 
     assert (row.status == "kept") is kept and row.before_ms == pytest.approx(1200), step.report
     assert step.report["much"].status == "kept" and model[1].seconds == 0.2
     assert losses == plain(net(time), len(losses))
+
+
+def test_what_is_stopped_in_company_says_what_all_together_saved(monkeypatch, time):
+    register(monkeypatch, one=takes("0", 0.5), two=takes("1", 0.5))
+    model = net(time)
+    options = {"loss_fn": nn.functional.mse_loss, "only": ["one", "two"], "precision": "fp32"}
+    step = autofuse.optimize(model, **options)
+    number = 0
+    while step.report.tuning.baseline_ms is None:
+        step(*batch(number))
+        number += 1
+    step.stop_tuning("enough")
+    assert [step.report[name].status for name in ("one", "two")] == ["kept"] * 2
+    tuning = step.report.tuning
+    assert (tuning.baseline_ms, tuning.final_ms) == (pytest.approx(2000), pytest.approx(1000))
+    assert "2.00 times as fast" in str(step.report) and "stopped: enough" in str(step.report)
+
+
+def test_what_was_found_beside_a_patch_that_went_is_not_taken_for_the_whole(monkeypatch, time):
+    """Each was left out while the other, which costs time, was still there."""
+    register(monkeypatch, bad=takes("0", 1.3), good=takes("1", 0.4))
+    step, _ = tune(net(time), names=["bad", "good"])
+    assert [step.report[name].status for name in ("bad", "good")] == ["rejected", "kept"]
+    tuning = step.report.tuning
+    assert (tuning.baseline_ms, tuning.final_ms) == (pytest.approx(2000), pytest.approx(1400))
+
+
+def test_what_is_there_for_the_proof_is_not_there_for_the_loop_as_it_was(monkeypatch, time):
+    register(monkeypatch, lasts=takes("0", 0.5, lasting=True, in_forward=False))
+    model, seen = net(time), []
+    model[2].register_forward_hook(lambda *_: seen.append(model[0].seconds))
+    step, _ = tune(model, names=["lasts"])
+    tuning = step.report.tuning
+    assert step.report["lasts"].status == "kept" and 1.0 in seen
+    assert (tuning.baseline_ms, tuning.final_ms) == (pytest.approx(2000), pytest.approx(1500))

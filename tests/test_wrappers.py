@@ -17,9 +17,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
         )
-        self.norm = nn.RMSNorm(16)
+        self.first, self.norm = nn.Linear(16, 16), nn.RMSNorm(16)
 
     def forward(self, x):
+        x = self.first(x)
         for layer in self.layers:
             x = x + layer(x)
         return self.norm(x)
@@ -74,8 +75,16 @@ def in_process(rank, world, port, kind, results):
                 model, optimizer, loss_fn=nn.functional.mse_loss, precision="fp32", measure=False
             )
             losses += [step(x, y).item() for x, y in batches(rank)]
+            assert step.report["norms"].status == step.report["precision"].status == "rejected"
+            for x, y in batches(rank):  # in pieces
+                with step.autocast():
+                    loss = nn.functional.mse_loss(model(x), y)
+                step.backward(loss)
+                assert step.update()
+                losses.append(loss.item())
             found.append(losses)
         elif kind == "fsdp2":
+            losses += train(model, optimizer, rank, False)[0]
             losses += train(model, optimizer, rank, False)[0]
             found.append(losses)
         else:
