@@ -129,7 +129,9 @@ def test_no_further_from_float64_than_the_unfused_loss(case: Case, dtype: torch.
     e, a, b = exact.inputs(torch.float64), case.inputs(dtype), case.inputs(dtype)
     truth = results(unfused(exact, e, torch.float64), e)
     theirs = error(results(unfused(case, b, dtype), b), truth)
-    units = 8 if dtype == torch.float32 else 4  # of rounding, which a soft cap's few terms may have
+    units = 4.0  # of rounding, which a few terms may have by chance where theirs have none
+    if dtype == torch.float32:  # a logit's own rounding is a relative error of its probability
+        units += float((exact.hidden @ exact.weight.T).abs().max()) if exact.hidden.numel() else 0.0
     assert error(results(fused(case, a, dtype), a), truth) <= max(
         1.5 * theirs, units * torch.finfo(dtype).eps
     )
