@@ -316,9 +316,7 @@ class Tuner:
             helps = yield from self._try(trial, states, [outer])
             self._settle(trial, states, helps)
             if helps:
-                self._drop(
-                    patch, f"it helps alone, but not in {outer.name}: {trial.estimate()} faster without"
-                )
+                self._drop(patch, f"it helps alone, but not in {outer.name}: {trial.estimate()} less without")
 
     def _upgrade(self, patch: Patch) -> Steps:
         """Replace a kept patch by its dearer forms, as long as that pays."""

@@ -138,6 +138,15 @@ def test_a_backward_through_the_backward(options: dict[str, Any], dropout_p: flo
         assert (a - b).norm() <= 0.03 * b.norm()
 
 
+def test_a_backward_through_the_backward_where_only_the_query_is_trained() -> None:
+    q, k, v = qkv()
+    (gradient,) = torch.autograd.grad(
+        by_products(q, k.detach(), v.detach()).square().sum(), q, create_graph=True
+    )
+    gradient.float().square().sum().backward()
+    assert q.grad is not None and q.grad.any() and k.grad is None
+
+
 def test_gradients_of_several_directions_at_once() -> None:
     given = qkv()
     out = by_products(*given)

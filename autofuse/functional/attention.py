@@ -163,7 +163,10 @@ class _Products(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
                 out = _written_out(query, key, value, kept, added, blind, ctx.scale, ctx.grow)
-                return *torch.autograd.grad(out, (query, key, value), grad, create_graph=True), *[None] * 4
+                wanted = [x for x in (query, key, value) if x.requires_grad]
+                found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+                gradients = (next(found) if x.requires_grad else None for x in (query, key, value))
+                return *gradients, *[None] * 4
             q, k, v, g = _heads(query), _heads(key), _heads(value), _heads(_unless(blind, grad))
             dv = torch.bmm((p if kept is None else p * kept).transpose(1, 2), g)
             dp = torch.bmm(g, v.transpose(1, 2))
@@ -171,8 +174,8 @@ class _Products(torch.autograd.Function):
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
             dq, dk = torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), q)
             factors = ctx.scale * ctx.grow, ctx.scale * ctx.grow, ctx.grow
-        found = ((x if f == 1 else x * f) for x, f in zip((dq, dk, dv), factors, strict=True))
-        return *(x.view(y.shape) for x, y in zip(found, (query, key, value), strict=True)), *[None] * 4
+        scaled = ((x if f == 1 else x * f) for x, f in zip((dq, dk, dv), factors, strict=True))
+        return *(x.view(y.shape) for x, y in zip(scaled, (query, key, value), strict=True)), *[None] * 4
 
 
 def _heads(x: Tensor) -> Tensor:
