@@ -18,8 +18,8 @@ For one head, with mask M, dropout's mask K of zeros and ones, c = 1 / (1 - p), 
 (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://arxiv.org/abs/2205.14135,
 appendix B.2.) Scores and softmax are in float32, as in PyTorch's kernel: scores in bf16 made its error four
 times as large. The probabilities are kept in bf16 for the backward: 2 bytes a score, 4 with dropout. Errors
-against float64 are 0.6 to 1.4 times the kernel's, by tensor and shape, and with dropout 1.4 to 2.3 times those
-of the float32 operations (64 to 512 tokens of normal numbers).
+against float64 are 0.6 to 1.4 times the kernel's, by tensor and shape, and with dropout 1.4 to 2.3 times
+those of the float32 operations (64 to 512 tokens of normal numbers).
 """
 
 from __future__ import annotations
